@@ -198,7 +198,7 @@ def choice(name: str, value: object, allowed: Iterable[str] | Mapping[str, Any])
     return value
 
 
-def newer(name: str, kind: str, found: int, known: int) -> str:
+def newer(name: str, kind: str, found: object, known: int) -> str:
     """Return the error message about a file of another version of this library."""
     return (
         f"{name} is a {kind} of format {found}, and this version of dualdp reads format {known}. "

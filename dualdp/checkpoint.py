@@ -86,7 +86,10 @@ def describe_run(
     """
     if not Path(_validate.path("path", path)).is_dir():  # of a sharded checkpoint
         _validate.new_file("path", path)
-    ledger.write_to(_free_name(path))
+    beside, number = f"{os.fspath(path)}.ledger", 2
+    while os.path.lexists(beside):  # of another run, which is not overwritten
+        beside, number = f"{os.fspath(path)}.ledger.{number}", number + 1
+    ledger.write_to(beside)
     ledger.chain.sync()
     folder = Path(path).resolve().parent
     return {
@@ -98,7 +101,7 @@ def describe_run(
         "bound": ledger.max_grad_norm if ledger.plan.is_adaptive else None,
         "ledger": {
             "file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
-            "num_lines": ledger.num_lines,
+            "num_lines": len(ledger.chain),
             "hash": ledger.chain.last_hash,
         },
         "settings": dict(settings),
@@ -153,15 +156,6 @@ def open_run(
     )
 
 
-def _free_name(path: PathLike) -> str:
-    """Path for the ledger of a run that is saved for the first time; none is overwritten."""
-    first = name = f"{os.fspath(path)}.ledger"
-    number = 2
-    while os.path.lexists(name):
-        name, number = f"{first}.{number}", number + 1
-    return name
-
-
 def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: the old file remains until the new one is complete on disk.
 
@@ -173,38 +167,32 @@ def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
     """
     from safetensors.numpy import save
 
-    text = json.dumps({_FORMAT: _VERSION})
     packed = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     body = json.dumps({**document, _FORMAT: _VERSION}, allow_nan=False)
     packed[_DOCUMENT] = np.frombuffer(body.encode(), np.uint8)
-    data = save(packed, metadata={"document": text, "sha256": _digest(packed, text)})
+    data = save(packed, metadata={_FORMAT: str(_VERSION), "sha256": digest(packed)})
     target = Path(_validate.new_file("path", path))
     with _validate.file_errors("written", target, "a folder with room that may be written to"):
-        _replace(target, data)
-    handle = os.open(target.parent, os.O_RDONLY)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(handle)  # flushes the rename to the disk
+        os.fsync(folder)  # flushes the rename to the disk
     finally:
-        os.close(handle)
+        os.close(folder)
 
 
-def _replace(target: Path, data: bytes) -> None:
-    """Write a file under another name, and give it its own once it is on the disk."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _digest(arrays: Arrays, text: str) -> str:
-    """SHA-256 of the metadata and of every array with its name, dtype and shape."""
-    state = hashlib.sha256(text.encode())
+def digest(arrays: Arrays) -> str:
+    """SHA-256 of every array with its name, dtype and shape."""
+    state = hashlib.sha256()
     for name in sorted(arrays):
         array = np.asarray(arrays[name], order="C")
         state.update(repr((name, array.dtype.str, array.shape)).encode())
@@ -236,44 +224,31 @@ def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
             f"{name} is truncated or no safetensors file ({error}). Expected a file of "
             "save_checkpoint; take an older one."
         ) from error
-    if set(metadata) != {"document", "sha256"}:
+    if set(metadata) != {_FORMAT, "sha256"}:
         raise ValueError(
             f"{name} is a safetensors file of something else: it has the metadata "
             f"{sorted(metadata)}. Expected a file of save_checkpoint."
         )
-    require_version(_parsed(metadata["document"], name), name)
-    if _digest(arrays, metadata["document"]) != metadata["sha256"] or _DOCUMENT not in arrays:
+    if metadata[_FORMAT] != str(_VERSION):
+        raise ValueError(_validate.newer(name, "checkpoint", metadata[_FORMAT], _VERSION))
+    if digest(arrays) != metadata["sha256"]:
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )
-    document: Any = _parsed(arrays.pop(_DOCUMENT).tobytes(), name)
-    require_version(document, name)
-    return arrays, document
-
-
-def _parsed(text: str | bytes, name: str) -> dict[str, Any]:
-    """JSON object of a text."""
     try:
-        found = json.loads(text)
-    except (RecursionError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        document: Any = json.loads(arrays.pop(_DOCUMENT).tobytes())
+        require_version(document, name)
+    except (AttributeError, KeyError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{name} holds no JSON object that says what it is. Expected a file of save_checkpoint."
-        )
-    return found
+            f"{name} says nothing of its run ({error!r:.80}). Expected a file of save_checkpoint."
+        ) from error
+    return arrays, document
 
 
 def require_version(document: Mapping[str, Any], name: str) -> None:
     """Raise if a document (of the file or folder `name`) is of another version, or of none."""
-    found = document.get(_FORMAT)
-    if isinstance(found, int) and found != _VERSION:
-        raise ValueError(_validate.newer(name, "checkpoint", found, _VERSION))
-    if found != _VERSION:
-        raise ValueError(
-            f"{name} has version {found!r} of the checkpoint's format. Expected {_VERSION}: a file "
-            "of save_checkpoint."
-        )
+    if document.get(_FORMAT) != _VERSION:
+        raise ValueError(_validate.newer(name, "checkpoint", document.get(_FORMAT), _VERSION))
 
 
 def numbered(folder: PathLike, number: int) -> Path:

@@ -21,44 +21,39 @@ from __future__ import annotations
 MOVE = 24.0
 
 
-def gram_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
+def gram_cost(*, t: float, d_in: float, d_out: float, move: float = MOVE) -> float:
     """Return the additional cost of the Gram form, multiplications per example."""
     return 2.0 * t * t * (d_in + d_out) + 2.0 * move * t * t
 
 
-def keep_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
+def keep_cost(*, t: float, d_in: float, d_out: float, move: float = MOVE) -> float:
     """Return the additional cost of keeping per-sample gradients, multiplications per example."""
-    del t
     return 3.0 * move * d_in * d_out
 
 
-def discard_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
+def discard_cost(*, t: float, d_in: float, d_out: float, move: float = MOVE) -> float:
     """Return the additional cost of a gradient formed only for its norm."""
     return 2.0 * t * d_in * d_out + 2.0 * move * d_in * d_out
 
 
-def prefers_gram(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> bool:
+def prefers_gram(*, t: float, d_in: float, d_out: float, move: float = MOVE) -> bool:
     """Return True if the Gram form of a norm is cheaper than forming the gradient.
 
     >>> prefers_gram(t=4, d_in=512, d_out=512), prefers_gram(t=400, d_in=8, d_out=8)
     (True, False)
     """
-    sizes = {"t": t, "d_in": d_in, "d_out": d_out}
-    return gram_cost(**sizes, move=move) < discard_cost(**sizes, move=move)
+    sizes = {"t": t, "d_in": d_in, "d_out": d_out, "move": move}
+    return gram_cost(**sizes) < discard_cost(**sizes)
 
 
-def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int, move: float = MOVE) -> bool:
+def keeps_gradient(*, n: int, t: float, d_in: float, d_out: float, move: float = MOVE) -> bool:
     """Return True if keeping per-sample gradients is cheaper than the other methods.
 
     >>> keeps_gradient(n=8, t=1, d_in=512, d_out=512), keeps_gradient(n=8, t=400, d_in=8, d_out=8)
     (False, True)
     """
-    del n
-    if t == 1:
-        return False
-    sizes = {"t": t, "d_in": d_in, "d_out": d_out}
-    others = min(gram_cost(**sizes, move=move), discard_cost(**sizes, move=move))
-    return keep_cost(**sizes, move=move) < others
+    sizes = {"t": t, "d_in": d_in, "d_out": d_out, "move": move}
+    return t > 1 and keep_cost(**sizes) < min(gram_cost(**sizes), discard_cost(**sizes))
 
 
 #: Multiplications that cost as much as forming one weight of one example's convolution gradient
@@ -67,19 +62,6 @@ def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int, move: float = MOVE)
 FORM, FORM_FAR = 40.0, 150.0
 WINDOW = 25.0
 CACHED = 6_000_000  # numbers
-
-
-def patch_gram_cost(
-    *, t: int, pixels: int, kernel: int, channels: int, d_out: int, weights: int, n: int = 1
-) -> float:
-    """Return the cost of the products of patches, multiplications per example."""
-    del weights, n
-    return 2.0 * pixels**2 * channels + WINDOW * kernel * t * t + 2.0 * t * t * d_out
-
-
-def form_cost(*, weights: int, n: int = 1, **_: int) -> float:
-    """Return the additional cost of forming and keeping one example's convolution gradient."""
-    return (FORM if n * weights <= CACHED else FORM_FAR) * weights
 
 
 def convolution_prefers_gram(
@@ -102,8 +84,8 @@ def convolution_prefers_gram(
     >>> convolution_prefers_gram(t=1024, **{**small, "pixels": 1156})
     False
     """
-    sizes = {"pixels": pixels, "kernel": kernel, "channels": channels, "d_out": d_out}
-    return patch_gram_cost(t=t, weights=weights, **sizes) < form_cost(weights=weights, n=n)
+    patches = 2.0 * pixels**2 * channels + WINDOW * kernel * t * t + 2.0 * t * t * d_out
+    return patches < (FORM if n * weights <= CACHED else FORM_FAR) * weights
 
 
 #: Multiplications that cost as much as writing one number of a kept convolution gradient and

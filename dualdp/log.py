@@ -138,14 +138,16 @@ def progress(
     _require_ledger(ledger)
     from rich import progress as rich
 
-    name = f"epsilon of one {ledger.plan.unit} {{task.fields[e]}}"
+    def epsilon() -> str:
+        return f"epsilon of one {ledger.plan.unit} {ledger.get_epsilon(delta):.3f}"
+
     columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
     total = len(batches) if isinstance(batches, Sized) else None
-    with rich.Progress(*columns, rich.TextColumn(name)) as bar:
-        task = bar.add_task("", total=total, e=f"{ledger.get_epsilon(delta):.3f}")
+    with rich.Progress(*columns, rich.TextColumn("{task.description}")) as bar:
+        task = bar.add_task(epsilon(), total=total)
         for batch in batches:
             yield batch
-            bar.update(task, advance=1, e=f"{ledger.get_epsilon(delta):.3f}")
+            bar.update(task, advance=1, description=epsilon())
 
 
 def _require_ledger(ledger: object) -> None:

@@ -14,27 +14,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
 
-_count = functools.partial(_validate.integer, minimum=1)
+
+def _masses(name: str, value: Iterable[object]) -> tuple[float, ...]:
+    """Return the probabilities of all outcomes."""
+    masses = tuple([_validate.probability(f"{name}[{i}]", v) for i, v in enumerate(value)])
+    if abs(math.fsum(masses) - 1) > 1e-9:
+        raise ValueError(
+            f"{name} sums to {math.fsum(masses)!r}. Expected the probabilities of all outcomes, "
+            "which sum to 1 (to 1e-9); add the missing outcome."
+        )
+    return masses
+
+
+_COUNTS = ("num_examples", "max_batch_size", "num_bins", "num_batches", "epochs_per_assignment")
+#: Check of each field; a name has one meaning in all mechanisms.
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "noise_multiplier": _validate.non_negative,
     "sample_rate": functools.partial(
         _validate.probability, hint="use expected_batch_size / num_examples"
     ),
-    "num_examples": _count,
-    "max_batch_size": _count,
-    "num_bins": _count,
-    "epochs_per_assignment": _count,
-    "num_batches": _count,
-    "noise_parameter": _validate.probability,
     "num_buckets": functools.partial(_validate.integer, minimum=2),
-    "epsilon": _validate.non_negative,
-    "delta": _validate.probability,
+    **dict.fromkeys(_COUNTS, functools.partial(_validate.integer, minimum=1)),
+    **dict.fromkeys(("noise_multiplier", "epsilon"), _validate.non_negative),
+    **dict.fromkeys(("noise_parameter", "delta"), _validate.probability),
+    **dict.fromkeys(("p", "q"), _masses),
 }
 
 
@@ -48,15 +56,10 @@ class Mechanism:
         return 1
 
     def __post_init__(self) -> None:
-        """Validate every field by its name; a name has one meaning in all mechanisms."""
+        """Check every field by its name, and keep it as a plain number."""
         for name in self.__dataclass_fields__:
             if name in _CHECKS:
                 object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
-
-    def _set(self, **values: object) -> None:
-        """Set validated values on the frozen dataclass."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,37 +186,16 @@ class MassTable(Mechanism):
     q: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        p = tuple(_validate.probability(f"p[{i}]", v) for i, v in enumerate(self.p))
-        q = tuple(_validate.probability(f"q[{i}]", v) for i, v in enumerate(self.q))
-        if len(p) != len(q) or not p:
+        super().__post_init__()
+        if len(self.p) != len(self.q):
             raise ValueError(
-                f"p has {len(p)} outcomes but q has {len(q)}. Expected one probability for each "
-                "outcome in both."
+                f"p has {len(self.p)} outcomes but q has {len(self.q)}. Expected one probability "
+                "for each outcome in both."
             )
-        for name, masses in (("p", p), ("q", q)):
-            if abs(math.fsum(masses) - 1) > 1e-9:
-                raise ValueError(
-                    f"{name} sums to {math.fsum(masses)!r}. Expected the probabilities of all "
-                    "outcomes, which sum to 1 (to 1e-9); add the missing outcome."
-                )
-        self._set(p=p, q=q)
 
 
-@dataclasses.dataclass(frozen=True)
-class Composition(Mechanism):
-    """Composition of mechanisms on the same data: pairs (mechanism, count)."""
-
-    events: tuple[tuple[Mechanism, int], ...]
-
-    def __post_init__(self) -> None:
-        checked = []
-        for item in self.events:
-            event, count = item if isinstance(item, tuple) else (item, 1)
-            checked.append((require(event), _validate.integer("count", count)))
-        self._set(events=tuple(checked))
-
-
-_TYPES: dict[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__subclasses__()}
+#: Every mechanism by its name.
+TYPES: Mapping[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__subclasses__()}
 
 
 def require(event: object) -> Mechanism:
@@ -221,7 +203,7 @@ def require(event: object) -> Mechanism:
     if not isinstance(event, Mechanism):
         raise TypeError(
             f"event={event!r} is {_validate.kind(event)}. Expected a mechanism of "
-            f"dualdp.mechanisms: {', '.join(sorted(_TYPES))}."
+            f"dualdp.mechanisms: {', '.join(sorted(TYPES))}."
         )
     return event
 
@@ -260,16 +242,15 @@ def event(
     ShuffledGaussian(noise_multiplier=1.0, num_batches=100)
     """
     name = _validate.choice("sampler", sampler, SAMPLERS)
-    if max_batch_size is not None and name != "truncated_poisson":
-        raise AccountingError(
-            f"max_batch_size={max_batch_size!r} with sampler={name!r}, whose epsilon does not hold "
-            "for batches that are cut. Use sampler='truncated_poisson', or no max_batch_size."
-        )
-    if epochs_per_assignment != 1 and name != "balls_in_bins":
-        raise AccountingError(
-            f"epochs_per_assignment={epochs_per_assignment!r} with sampler={name!r}, which draws "
-            "anew in each pass. Use sampler='balls_in_bins', or no epochs_per_assignment."
-        )
+    for word, value, none, own in (
+        ("max_batch_size", max_batch_size, None, "truncated_poisson"),
+        ("epochs_per_assignment", epochs_per_assignment, 1, "balls_in_bins"),
+    ):
+        if value != none and name != own:
+            raise AccountingError(
+                f"{word}={value!r} with sampler={name!r}, whose epsilon does not hold for it. "
+                f"Use sampler={own!r}, or no {word}."
+            )
     if name == "poisson":
         return PoissonSubsampledGaussian(noise_multiplier, sample_rate)
     if name == "fixed_size":
@@ -283,24 +264,17 @@ def event(
         return TruncatedPoissonSubsampledGaussian(
             noise_multiplier, sample_rate, num_examples, max_batch_size
         )
-    noise = _validate.non_negative("noise_multiplier", noise_multiplier)
     rate = _validate.sample_rate(sample_rate)
-    if name == "balls_in_bins":
-        bins = 0 if rate == 0 else round(1 / rate)
-        if bins < 1 or abs(bins * rate - 1) > 1e-9:
-            near = max(1, bins)
-            raise AccountingError(
-                f"sample_rate={rate!r} is not 1 / (number of batches of an epoch), which "
-                f"sampler='balls_in_bins' needs. Use 1/{near} or 1/{near + 1}."
-            )
-        return BallsInBinsGaussian(noise, bins, epochs_per_assignment)
-    if rate == 0:
-        raise AccountingError(
-            "sample_rate=0.0 with sampler='shuffle' says nothing about the length of an epoch. "
-            "Expected 1 / (number of batches of an epoch)."
-        )
-    # Rounded down: with fewer batches in a pass, an example takes part more often.
-    return ShuffledGaussian(noise, max(1, math.floor(1 / rate + 1e-9)))
+    bins = round(1 / rate) if rate else 0
+    if name == "balls_in_bins" and bins and abs(bins * rate - 1) <= 1e-9:
+        return BallsInBinsGaussian(noise_multiplier, bins, epochs_per_assignment)
+    if name == "shuffle" and bins:
+        # Rounded down: with fewer batches in a pass, an example takes part more often.
+        return ShuffledGaussian(noise_multiplier, max(1, math.floor(1 / rate + 1e-9)))
+    raise AccountingError(
+        f"sample_rate={rate!r} is not 1 / (number of batches of an epoch), which sampler={name!r} "
+        f"needs. Use 1/{max(1, bins)} or 1/{max(1, bins) + 1}."
+    )
 
 
 def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
@@ -324,13 +298,7 @@ def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
 
 def to_dict(event: Mechanism) -> dict[str, Any]:
     """Return the event as plain data that JSON can represent, for `from_dict`."""
-    record: dict[str, Any] = {"mechanism": type(require(event)).__name__}
-    for field in dataclasses.fields(event):
-        value = getattr(event, field.name)
-        if isinstance(event, Composition):
-            value = [[to_dict(inner), count] for inner, count in value]
-        record[field.name] = list(value) if isinstance(value, tuple) else value
-    return record
+    return {"mechanism": type(require(event)).__name__, **dataclasses.asdict(event)}
 
 
 def from_dict(record: Mapping[str, Any]) -> Mechanism:
@@ -338,22 +306,12 @@ def from_dict(record: Mapping[str, Any]) -> Mechanism:
     if not isinstance(record, Mapping):
         raise ValueError(f"record={record!r} is no event. Expected what to_dict wrote.")
     fields = dict(record)
-    name = _validate.choice("mechanism", fields.pop("mechanism", None), _TYPES)
-    if name == "Composition":
-        if "events" not in fields:
-            raise ValueError("A stored Composition has no events. Expected what to_dict wrote.")
-        return Composition(tuple((from_dict(inner), count) for inner, count in fields["events"]))
-    known = {field.name for field in dataclasses.fields(_TYPES[name])}
-    if set(fields) - known:
+    name = _validate.choice("mechanism", fields.pop("mechanism", None), TYPES)
+    known = dataclasses.fields(TYPES[name])
+    needed = {field.name for field in known if field.default is dataclasses.MISSING}
+    if not needed <= set(fields) <= {field.name for field in known}:
         raise ValueError(
-            f"A stored {name} has the unknown fields {sorted(set(fields) - known)}. "
-            f"Expected {sorted(known)}; it was written by another version."
+            f"A stored {name} has the fields {sorted(fields)}. Expected "
+            f"{[field.name for field in known]}; it was written by another version."
         )
-    needed = {f.name for f in dataclasses.fields(_TYPES[name]) if f.default is dataclasses.MISSING}
-    if needed - set(fields):
-        raise ValueError(
-            f"A stored {name} lacks the fields {sorted(needed - set(fields))}. "
-            "Expected what to_dict wrote."
-        )
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return _TYPES[name](**values)
+    return TYPES[name](**fields)

@@ -44,9 +44,8 @@ def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[Param
         ValueError: a parameter without partner, or partners whose shapes do not agree.
     """
     dpj, dpt = _backends()
-    return matching.match(
-        **dpt.weights.description(model), jax_leaves=dpj.weights.leaves(params), mapping=mapping
-    )
+    described, leaves = dpt.weights.description(model), dpj.weights.leaves(params)
+    return matching.Matcher(**described, jax_leaves=leaves, mapping=mapping).parameter_maps()
 
 
 def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:

@@ -9,10 +9,10 @@
 """
 
 from dualdp.audit.checks import FALSE_ALARM as FALSE_ALARM
+from dualdp.audit.checks import Check as Check
+from dualdp.audit.checks import Report as Report
 from dualdp.audit.checks import check_private_step as check_private_step
 from dualdp.audit.protocol import Claims as Claims
 from dualdp.audit.protocol import Event as Event
 from dualdp.audit.protocol import PrivateStep as PrivateStep
 from dualdp.audit.protocol import Release as Release
-from dualdp.audit.report import Check as Check
-from dualdp.audit.report import Report as Report

@@ -23,6 +23,8 @@ import numpy as np
 from dualdp.ledger.own_loops import OwnLoop
 from dualdp.plan.plan import PrivacyPlan
 
+PyTree = Any
+Array = jax.Array | np.ndarray
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -37,7 +39,21 @@ class Rows(NamedTuple):
     factors: Any = None  # (examples,) nan for the clip factors, else weights that a check takes
 
 
-class Origin:
+class Frame:
+    """Arguments of the loss after the parameters, without their arrays."""
+
+    def __init__(self, tree: PyTree) -> None:
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
+
+    def rebuild(self, arrays: Iterable[Array]) -> PyTree:
+        """Return the arguments with these arrays in the place of their own."""
+        rest = iter(arrays)
+        leaves = [next(rest) if other is None else other[0] for other in self._others]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+class Origin(Frame):
     """What all chunks of one loader have in common; compiled functions are those of one loader.
 
     Args:
@@ -46,20 +62,12 @@ class Origin:
     """
 
     def __init__(self, plan: PrivacyPlan, data: tuple[Any, ...]) -> None:
-        leaves, self._treedef = jax.tree.flatten(data)
-        self._others = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
+        super().__init__(data)
         self.plan = plan
         self._loop: weakref.ref[OwnLoop] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loop": None}  # a pickle leads to no run
-
-    def rebuild(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the arguments of the loss with these arrays in the place of those of the data."""
-        rest = iter(arrays)
-        leaves = [next(rest) if other is None else other[0] for other in self._others]
-        found: tuple[Any, ...] = jax.tree.unflatten(self._treedef, leaves)
-        return found
 
     @property
     def loop(self) -> OwnLoop | None:
@@ -129,16 +137,6 @@ class Chunk:
         """Loop of the user's own that records its release; None if there is none."""
         return self.origin.loop
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """`batch` by the name that PyTorch's chunks have for it."""
-        return self.batch
-
-    @property
-    def row_weights(self) -> Any:
-        """`weights` by the name that PyTorch's chunks have for them."""
-        return self.weights
-
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             "A batch of the loader can't be unpacked: it has a mask, and a bound of its own. "
@@ -156,39 +154,41 @@ class Chunk:
         parts, bound, step = children
         return cls(parts, bound, step, origin)
 
-    def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `clipped_grad_sum` for this chunk."""
-        plan, weights, found = self.plan, self.weights, dict[str, Any]()
+    def options(self, *, of_sum: bool) -> dict[str, Any]:
+        """Return the keyword arguments of `clipped_grad_sum`, or another call, for this chunk."""
+        plan, found = self.plan, dict[str, Any](origin=self.origin)
         if plan.unit == "user":
-            found |= {"rows_per_unit": plan.rows_per_unit, "row_weights": weights}
+            found |= {"rows_per_unit": plan.rows_per_unit, "row_weights": self.weights}
         if len(self.parts) > 1:
             found["physical_batch_size"] = len(self.parts[0].mask)
-        bound = plan.clipping_bounds(self.bound)
-        return found | {"mask": self.mask, "max_grad_norm": bound, "clipping": plan.clipping}
+        if of_sum:
+            bounds = plan.clipping_bounds(self.bound)
+            found |= {"mask": self.mask, "max_grad_norm": bounds, "clipping": plan.clipping}
+        return found
 
 
 def taking_chunks(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a per-sample call (loss_fn, what, *batch, ...) to take a `Chunk` as its batch."""
-    known = inspect.signature(function).parameters
+    of_sum = "max_grad_norm" in inspect.signature(function).parameters
 
     @wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> T:
-        if len(args) == 3 and isinstance(args[2], Chunk):
-            chunk, options = args[2], args[2].options()
-            for name in ("mask", "max_grad_norm", "clipping", "rows_per_unit", "row_weights"):
-                if given.get(name) is not None:
-                    raise ValueError(
-                        f"{name}= came beside a Chunk, which has its own: the noise of its plan is "
-                        "made for that. Expected it left out."
-                    )
-            options = {name: value for name, value in options.items() if name in known}
-            return function(*args[:2], *chunk.batch, **options | given)  # type: ignore[arg-type]
-        return function(*args, **given)
+        if len(args) != 3 or not isinstance(args[2], Chunk):
+            return function(*args, **given)
+        for name in ("mask", "max_grad_norm", "clipping", "rows_per_unit", "row_weights"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name}= came beside a Chunk, which has its own: the noise of its plan is "
+                    "made for that. Expected it left out."
+                )
+        options = args[2].options(of_sum=of_sum) | given
+        return function(*args[:2], *args[2].batch, **options)  # type: ignore[arg-type]
 
     return call
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """True for an array of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dualdp.audit import plans
+from dualdp.audit import protocol
 from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
 from dualdp.plan.batches import physical_batches
 from dualdp.plan.plan import PrivacyPlan
@@ -47,12 +47,14 @@ class EngineStep:
     ) -> None:
         self.params, self.loss_fn, self.plan = params, loss_fn, plan
         self.data = tuple(np.asarray(part) for part in data)
-        self.claims = plans.claims_of(plan)
+        self.claims = protocol.claims_of(plan)
         self.num_examples = len(self.data[0])
         self._options: dict[str, Any] = {"method": method, "needs_key": needs_key}
         self._engine: PrivacyEngine | None = None
 
-    def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
+    def plan_of(
+        self, make: Callable[..., PrivacyPlan] = protocol.of_run, **sizes: Any
+    ) -> PrivacyPlan:
         """Return the plan of one test run."""
         return make(self.plan, **sizes)
 
@@ -73,7 +75,9 @@ class EngineStep:
     @cached_property
     def _exact(self) -> tuple[Any, Any, Any]:
         """Step, state and loader of an open-ended run without noise, compiled once."""
-        plan = self.plan_of(plans.of_sum, num_rows=_ROWS, num_steps=None, physical_batch_size=_ROWS)
+        plan = self.plan_of(
+            protocol.of_sum, num_rows=_ROWS, num_steps=None, physical_batch_size=_ROWS
+        )
         index = np.zeros(_ROWS, np.int64)
         data = (*(part[index] for part in self.data), np.ones(_ROWS, np.float32))
 

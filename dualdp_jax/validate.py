@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
-from dualdp_jax.per_sample.call import Call, Options, build
-from dualdp_jax.per_sample.parameters import path_name, split
+from dualdp_jax.per_sample.call import Array, Call, Options, PyTree, Row, build
 
 
 @dataclass(frozen=True)
@@ -39,32 +37,24 @@ class Finding:
 
 @compat.promoting
 def validate(
-    loss_fn: Callable[..., Any],
-    what: Any,
-    *batch: Any,
-    has_aux: bool = False,
-    key: Any = None,
-    trainable: Any = None,
-    keep_batch_dim: bool = False,
+    loss_fn: Callable[..., Any], what: PyTree, *batch: PyTree, **options: Any
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
     The arguments are those of `per_sample_grads`; a batch of one example is enough.
 
     Returns:
-        List with a finding for each leaf that can't be trained, each variable that one example
-        would change for the next, each trained parameter that gets no gradient, and a loss that is
-        no scalar of one example; empty if there is none.
+        List with what the per-sample calls refuse: a leaf that can't be trained, a variable that
+        one example would change for the next, a loss that is no scalar of one example; else with
+        each trained parameter that gets no gradient; empty if there is none.
     """
+    given = Options(**options)
     try:
-        parameters = split(what, trainable)
-    except (TypeError, UnsupportedLayerError) as error:
-        return _untrainable(what, trainable) or [_of_error(error)]
-    call = build(loss_fn, parameters, batch, Options(has_aux, key, None, keep_batch_dim))
-    try:
-        constant = _constant_gradients(call)
-    except (TypeError, ValueError, UnsupportedLayerError) as error:
-        return [_of_error(error)]
+        call = build(loss_fn, what, batch, given)
+        parameters, constant = call.parameters, _constant_gradients(call)
+    except (TypeError, ValueError) as error:
+        reason, _, fix = str(error).partition(". ")
+        return [Finding("loss_fn", type(error).__name__, reason, fix)]
     return [
         Finding(
             name,
@@ -77,30 +67,6 @@ def validate(
     ]
 
 
-def _untrainable(what: Any, trainable: Any) -> list[Finding]:
-    """Findings for the leaves that are neither real floating arrays nor frozen."""
-    flags = jax.tree.map(
-        lambda flag, part: jax.tree.map(lambda _: flag, part),
-        True if trainable is None else trainable,
-        what,
-    )
-    found = []
-    leaves = jax.tree_util.tree_flatten_with_path(what)[0]
-    for (path, leaf), flag in zip(leaves, jax.tree.leaves(flags), strict=True):
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | complex)
-        if flag and is_array and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            reason = "only real floating numbers have gradients"
-            fix = "Freeze it by trainable= (a pytree of bools), or take it out of the parameters."
-            found.append(Finding(path_name(path), str(jnp.result_type(leaf)), reason, fix))
-    return found
-
-
-def _of_error(error: Exception) -> Finding:
-    """Finding for an error of the per-sample calls."""
-    reason, _, fix = str(error).partition(". ")
-    return Finding("loss_fn", type(error).__name__, reason, fix)
-
-
 def _constant_gradients(call: Call) -> list[bool]:
     """Per trained leaf: True if its gradient is zero whatever the numbers are.
 
@@ -109,7 +75,7 @@ def _constant_gradients(call: Call) -> list[bool]:
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), call.rows)
 
-    def grads(trained: list[Any], row: Any) -> list[Any]:
+    def grads(trained: list[Array], row: Row) -> list[Array]:
         return list(jax.grad(lambda p: call.loss(p, row)[0])(trained))
 
     closed, _ = compat.trace(grads, call.parameters.trained, shapes)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dualdp.audit import plans
+from dualdp.audit import protocol
 from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
 from dualdp.plan.plan import PrivacyPlan
 from dualdp_torch.rules.base import Tensor
@@ -74,12 +74,14 @@ class EngineStep:
         grad_sample_mode: str = "auto",
     ) -> None:
         self.model, self.loss_fn, self.data, self.plan = model, loss_fn, tuple(data), plan
-        self.claims = plans.claims_of(plan)
+        self.claims = protocol.claims_of(plan)
         self.num_examples = len(self.data[0])
         self._mode = grad_sample_mode
         self._engine: PrivacyEngine | None = None
 
-    def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
+    def plan_of(
+        self, make: Callable[..., PrivacyPlan] = protocol.of_run, **sizes: Any
+    ) -> PrivacyPlan:
         """Return the plan of one test run."""
         return make(self.plan, **sizes)
 
@@ -88,7 +90,7 @@ class EngineStep:
         module = WithFactors(copy.deepcopy(self.model), self.loss_fn)
         index = torch.tensor(list(rows))
         scale = torch.tensor(list(factors), dtype=next(module.parameters()).dtype)
-        plan = self.plan_of(plans.of_sum, num_rows=len(rows), num_steps=1)
+        plan = self.plan_of(protocol.of_sum, num_rows=len(rows), num_steps=1)
         data = [part[index] for part in self.data]
         for _ in self._run(module, [*data, scale], plan):
             pass

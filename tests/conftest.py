@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
+import dataclasses
 import gc
 import importlib
 import os
@@ -81,15 +82,15 @@ def slow_unchecked(request, monkeypatch):
     The check takes half of their time, for compiling. Fast cases keep it.
     """
     if request.node.get_closest_marker("slow"):
-        api = importlib.import_module("dualdp_jax.per_sample.api")
-        answered = api._answered
+        calls = importlib.import_module("dualdp_jax.per_sample.checks.calls")
+        answered = calls.answered
 
-        def unchecked(loss_fn, call, asked, sizes, check, *rest):
-            return answered(
-                loss_fn, call, asked, sizes, "off" if check == "first" else check, *rest
-            )
+        def unchecked(request, call, *rest):
+            if call.options.check == "first":
+                call = call._replace(options=dataclasses.replace(call.options, check="off"))
+            return answered(request, call, *rest)
 
-        monkeypatch.setattr(api, "_answered", unchecked)
+        monkeypatch.setattr(calls, "answered", unchecked)
 
 
 @pytest.fixture

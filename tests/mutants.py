@@ -86,7 +86,7 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
         "first = min(-segment.start % length, segment.stop - segment.start)",
         "first = 0",
     ),
-    ("dualdp/plan/samplers.py", "order[: draw.max_batch_size]", "order[: draw.max_batch_size + 1]"),
+    ("dualdp/plan/samplers.py", "order[: plan.max_batch_size]", "order[: plan.max_batch_size + 1]"),
     ("dualdp/ledger/chain.py", 'f"{previous}\\n{body}"', 'f"{body}"'),
     (
         "dualdp/randomness/bits.py",

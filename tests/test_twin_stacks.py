@@ -10,6 +10,7 @@ import torch
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
+from dualdp_jax.per_sample.call import Options as JaxOptions
 from dualdp_torch.per_sample.call import Options
 
 MODULE = "a module holds its parameters"
@@ -18,6 +19,7 @@ PLAN = "a plan's numbers by Opacus' names"
 PLACES = "where arrays lie"
 LOOK = "what a dry run looks at"
 CALL = " key trainable keep_batch_dim"
+INSIDE = " positions program origin"  # of an engine or a `Chunk`
 TRAIN = (
     "loss_reduction grad_sample_mode others module data_loader ledger checks views augment users"
 )
@@ -41,18 +43,18 @@ DIFFERENT = {
         "data arguments target_epsilon target_delta",
     ),
     "PrivacyEngine.resume": ((MODULE,), "data_loader augment users", "arguments"),
-    "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL),
-    "per_sample_grads": ((MODULE, HIDDEN), "model", "what" + CALL),
-    "per_sample_norms": ((MODULE, HIDDEN), "model", "what" + CALL),
+    "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
+    "per_sample_grads": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
+    "per_sample_norms": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
     "explain": (
         (MODULE, HIDDEN, LOOK),
         "model clipping check",
-        "what rows_per_unit row_weights" + CALL,
+        "what options",
     ),
     "validate": (
         (MODULE, HIDDEN, LOOK),
         "model loss_fn batch",
-        "what loss_fn batch has_aux" + CALL,
+        "what loss_fn batch options",
     ),
     "load_checkpoint": ((MODULE,), "model optimizer", "like"),
     "load_sharded_checkpoint": ((MODULE,), "model optimizer", "like"),
@@ -87,13 +89,14 @@ CALLS = ("clipped_grad_sum", "per_sample_grads", "per_sample_norms")
 def arguments(function, name, stack):
     """(positional in order, all with their defaults), without those that the table names."""
     left_out = DIFFERENT.get(name, ((), "", ""))[1 + stack].split()
-    kept = [p for p in inspect.signature(function).parameters.values() if p.name not in left_out]
+    every = [*inspect.signature(function).parameters.values()]
+    if name in CALLS:  # the keywords that the calls share stand in one place
+        shared = (Options, JaxOptions)[stack].__annotations__
+        every += [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in shared]
+        left_out += ["options"]
+    kept = [p for p in every if p.name not in left_out]
     places = [p.name for p in kept if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     defaults = {p.name: p.default for p in kept if (name, p.name) not in DEFAULTS}
-    if name in CALLS:  # PyTorch has the keywords that the calls share in one place
-        defaults.pop("options", None)
-        defaults |= dict.fromkeys(Options.__annotations__) if stack == 0 else {}
-        defaults |= {key: None for key in Options.__annotations__ if key in defaults}
     return places, defaults
 
 

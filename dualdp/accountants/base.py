@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.mechanisms import BallsInBinsGaussian, Composition, Mechanism, ShuffledGaussian
+from dualdp.mechanisms import BallsInBinsGaussian, Mechanism
 
 
 class Accountant:
     """History of noise releases and their privacy cost.
 
-    Subclasses implement `_check` (raise without a valid bound), `get_delta` and `epsilon_bounds`.
+    Subclasses implement `_check` (raise without a valid bound), `get_delta` and `_epsilon`.
 
     Args:
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`; `replace` doubles the
@@ -99,14 +99,15 @@ class Accountant:
         one step of the epoch, and a second call goes on with the epoch of the first; see `merge`.
         """
         number = _validate.integer("count", count)
-        events = [(mechanisms.require(event), number)]
-        if isinstance(event, Composition):
-            events = list(flatten(event, number))
-        for single, _ in events:
-            self._check(single)
-        self._check_epochs([single for single, _ in events])
-        for single, releases in events:
-            self._counts[single] = self._counts.get(single, 0) + releases
+        self._check(mechanisms.require(event))
+        for other, done in self._counts.items() if isinstance(event, BallsInBinsGaussian) else ():
+            if isinstance(other, BallsInBinsGaussian) and other != event and done % other.releases:
+                raise AccountingError(
+                    f"{event} starts inside the unfinished epoch of {other}, which has one "
+                    "assignment. Expected noise_multiplier and sample_rate to change between "
+                    "epochs only, under sampler='balls_in_bins'."
+                )
+        self._counts[event] = self._counts.get(event, 0) + number
 
     def merge(self, other: Accountant) -> None:
         """Add the history of another accountant of the same data set.
@@ -132,14 +133,26 @@ class Accountant:
         """Return an upper bound on epsilon at `delta`."""
         return self.epsilon_bounds(delta=delta)[2]
 
+    def epsilon_bounds(
+        self, *, delta: float, rtol: float | None = None
+    ) -> tuple[float, float, float]:
+        """Return (0, epsilon, epsilon), an upper bound; no lower one is computed.
+
+        Args:
+            delta: float in [0, 1].
+            rtol: relative accuracy in epsilon to aim at; None for that of `get_epsilon`.
+        """
+        target = _validate.probability("delta", delta)
+        accuracy = math.inf if rtol is None else _validate.positive("rtol", rtol)
+        epsilon = self._epsilon(target, accuracy)
+        return 0.0, epsilon, epsilon
+
     def get_delta(self, *, epsilon: float) -> float:
         """Return an upper bound on delta at `epsilon`."""
         raise NotImplementedError
 
-    def epsilon_bounds(
-        self, *, delta: float, rtol: float | None = None
-    ) -> tuple[float, float, float]:
-        """Return (lower bound, estimate, upper bound) of epsilon at `delta`."""
+    def _epsilon(self, delta: float, rtol: float) -> float:
+        """Upper bound on epsilon; `rtol` is inf for the usual accuracy."""
         raise NotImplementedError
 
     def _check(self, event: Mechanism) -> None:
@@ -149,19 +162,6 @@ class Accountant:
     def _sensitivity(self) -> float:
         """L2 sensitivity of the sum to one user, in units of the clipping norm."""
         return self._group_size * (2.0 if self._relation == "replace" else 1.0)
-
-    def _check_epochs(self, events: list[Mechanism]) -> None:
-        """Raise if balls-in-bins settings change within an epoch, which has one assignment."""
-        epochs = [event for event in events if isinstance(event, BallsInBinsGaussian)]
-        for other, count in self._counts.items() if epochs else ():
-            if isinstance(other, BallsInBinsGaussian) and count % other.releases:
-                for event in epochs:
-                    if event != other:
-                        raise AccountingError(
-                            f"{event} starts inside the unfinished epoch of {other}. Expected "
-                            "noise_multiplier and sample_rate to change between epochs only, "
-                            "under sampler='balls_in_bins'."
-                        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that JSON can represent."""
@@ -178,15 +178,10 @@ class Accountant:
         Raises:
             ValueError: a field is missing, unknown or out of range; nothing has changed then.
         """
-        needed = {"neighboring_relation", "group_size", "history"}
-        if not isinstance(state, Mapping) or not needed <= set(state):
-            raise ValueError(
-                f"state has the fields {sorted(state) if isinstance(state, Mapping) else state!r}. "
-                f"Expected those of state_dict(): {sorted(needed)}."
-            )
-        fresh = type(self)(
-            neighboring_relation=state["neighboring_relation"], group_size=state["group_size"]
-        )
+        if not isinstance(state, Mapping) or not state.keys() >= {"group_size", "history"}:
+            raise ValueError(f"state is {state!r:.80}. Expected what state_dict() returned.")
+        relation: Any = state.get("neighboring_relation")
+        fresh = type(self)(neighboring_relation=relation, group_size=state["group_size"])
         stored = state["history"]
         for item in stored if isinstance(stored, list | tuple) else [stored]:
             if not isinstance(item, list | tuple) or len(item) != 2:
@@ -211,38 +206,29 @@ class Accountant:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
 
-def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:
-    """Yield (event, count) pairs, with compositions expanded."""
-    if isinstance(event, Composition):
-        for inner, number in event.events:
-            yield from flatten(inner, number * count)
-    else:
-        yield event, count
-
-
 def units(event: Mechanism, count: int) -> int:
     """Return the number of events in `count` releases; an unfinished epoch counts as one."""
     return -(-count // event.releases)
 
 
-def as_gaussian(event: Mechanism) -> float | None:
+def as_gaussian(event: Mechanism, *, unsampled: bool = False) -> float | None:
     """Return the noise multiplier if one unit of the event is a plain Gaussian, else None.
 
     A shuffled pass uses every example once, in one batch: given the batches, it is one Gaussian
     release (parallel composition). A single bin is a full batch; an assignment kept for E epochs
-    repeats the same Gaussian E times, which is one with noise multiplier sigma / sqrt(E).
+    repeats the same Gaussian E times, which is one with noise multiplier sigma / sqrt(E). With
+    `unsampled` that of the Gaussian without its sampling, which costs at least as much.
     """
     match event:
-        case mechanisms.Gaussian(sigma) | ShuffledGaussian(sigma, _):
+        case mechanisms.Gaussian(sigma) | mechanisms.ShuffledGaussian(sigma, _):
             return sigma
-        case mechanisms.PoissonSubsampledGaussian(sigma, 1.0):
+        case mechanisms.PoissonSubsampledGaussian(
+            sigma, rate
+        ) | mechanisms.FixedSizeSubsampledGaussian(sigma, rate) if unsampled or rate == 1:
             return sigma
-        case mechanisms.FixedSizeSubsampledGaussian(sigma, 1.0):
-            return sigma
-        case BallsInBinsGaussian(sigma, 1, epochs):
+        case BallsInBinsGaussian(sigma, bins, epochs) if unsampled or bins == 1:
             return float(sigma) / math.sqrt(epochs)
-        case _:
-            return None
+    return None
 
 
 _TABLE: dict[str, type[Accountant]] = {}
@@ -280,7 +266,7 @@ def require_bound(name: str) -> str:
     return _validate.choice("accountant", name, _TABLE)
 
 
-def register(name: str, cls: type[Accountant], *, overwrite: bool = False) -> None:
+def register(name: str, cls: type[Accountant]) -> None:
     """Add an accountant of your own to the table of `create`.
 
     Args:
@@ -288,7 +274,6 @@ def register(name: str, cls: type[Accountant], *, overwrite: bool = False) -> No
         cls: class, called as `cls(neighboring_relation=..., group_size=...)`; must have `step`,
             `compose`, `get_epsilon`, `get_delta`, `epsilon_bounds`, `state_dict` and
             `load_state_dict`. The base class `Accountant` implements most of them.
-        overwrite: bool, True to replace an existing name.
 
     Raises:
         TypeError: the class lacks a method.
@@ -299,8 +284,8 @@ def register(name: str, cls: type[Accountant], *, overwrite: bool = False) -> No
     missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
     if missing:
         raise TypeError(f"cls={cls!r} lacks {', '.join(missing)}. Expected an accountant class.")
-    if name in _TABLE and not overwrite:
-        raise ValueError(f"name={name!r} is taken. Pass overwrite=True to replace it.")
+    if name in _TABLE:
+        raise ValueError(f"name={name!r} is taken. Expected another name.")
     _TABLE[name] = cls
 
 

@@ -87,12 +87,9 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 12)
     4.377178095681
     """
-    if mu == math.inf:
-        return math.inf
-    target = math.log(delta) if delta > 0 else -math.inf
-    if target == -math.inf:
+    if mu == 0 or mu == math.inf or delta == 0:
         return 0.0 if mu == 0 else math.inf
-    return smallest_epsilon(lambda epsilon: gaussian_log_delta(mu, epsilon), target)
+    return smallest_epsilon(lambda epsilon: gaussian_log_delta(mu, epsilon), math.log(delta))
 
 
 def gaussian_mu(noise_multipliers: np.ndarray, counts: np.ndarray) -> float:
@@ -128,13 +125,6 @@ def single_step_log_delta(sigma: float, rate: float, epsilon: float) -> tuple[fl
         return remove, -math.inf
     log_b = math.log1p(less)
     return remove, log_rate + epsilon + log_b + gaussian_log_delta(1 / sigma, -log_b)
-
-
-def single_step_epsilon(sigma: float, rate: float, delta: float) -> float:
-    """Return epsilon of one subsampled step, the larger of both directions."""
-    return smallest_epsilon(
-        lambda epsilon: max(single_step_log_delta(sigma, rate, epsilon)), math.log(delta)
-    )
 
 
 def gdp_epsilon(

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from dualdp._validate import AccountingError
 from dualdp.accountants import closed_forms
 from dualdp.accountants.base import Accountant, as_gaussian, units
 from dualdp.accountants.pld_engine import balls_in_bins, pairs
-from dualdp.accountants.pld_engine.certified import (
+from dualdp.accountants.pld_engine.composition import (
     RTOL,
     Direction,
     PrefixMemo,
@@ -23,6 +25,7 @@ from dualdp.accountants.pld_engine.certified import (
     upper_epsilon,
 )
 from dualdp.accountants.rdp import RDPAccountant
+from dualdp.accountants.search import smallest_epsilon
 from dualdp.mechanisms import Mechanism
 
 MIN_DELTA = 1e-150
@@ -31,31 +34,8 @@ _LARGE = 2e3  # above this epsilon (inf if the lattice fails) the Renyi bound ma
 _MANY = 64  # distinct mechanisms, above which the sums of earlier questions are kept
 _MAX_NOISE, _MIN_RATE = 1e100, 1e-47
 
-_GAUSSIANS = (
-    mechanisms.Gaussian,
-    mechanisms.PoissonSubsampledGaussian,
-    mechanisms.FixedSizeSubsampledGaussian,
-    mechanisms.ShuffledGaussian,
-    mechanisms.BallsInBinsGaussian,
-)
-_POISSON = (
-    mechanisms.PoissonSubsampledGaussian,
-    mechanisms.TruncatedPoissonSubsampledGaussian,
-)
-_WITH_GROUPS = (
-    *_POISSON,
-    mechanisms.Gaussian,
-    mechanisms.ShuffledGaussian,
-    mechanisms.Laplace,
-    mechanisms.DiscreteGaussian,
-)
-_KNOWN = (
-    *_GAUSSIANS,
-    *_WITH_GROUPS,
-    mechanisms.RandomizedResponse,
-    mechanisms.ApproximateDP,
-    mechanisms.MassTable,
-)
+_POISSON = (mechanisms.PoissonSubsampledGaussian, mechanisms.TruncatedPoissonSubsampledGaussian)
+_NO_GROUPS = (mechanisms.RandomizedResponse, mechanisms.ApproximateDP, mechanisms.MassTable)
 
 Events = list[tuple[Mechanism, int]]
 Family = tuple[pairs.PairFamily, pairs.Array]  # pairs, and how often each
@@ -80,49 +60,55 @@ class PLDAccountant(Accountant):
 
     name: ClassVar[str] = "pld"
 
-    def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
-        super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
-        self._memos: list[PrefixMemo] = []  # one a direction, of a long history
+    @cached_property
+    def _memos(self) -> list[PrefixMemo]:
+        """One a direction, of a long history."""
+        return [PrefixMemo() for _ in range(4)]
 
-    def epsilon_bounds(
-        self, *, delta: float, rtol: float | None = None
-    ) -> tuple[float, float, float]:
-        """Return (0, epsilon, epsilon), an upper bound; no lower one is computed.
+    def _epsilon(self, delta: float, rtol: float) -> float:
+        """Smallest of the lattice bound, the bound without sampling, and the pure one.
 
-        Args:
-            delta: float in [0, 1].
-            rtol: relative accuracy in epsilon that the lattice aims at; None for 0.01, which
-                `get_epsilon` uses.
+        Each bound grows with every step and every worse setting, hence so does the smallest.
         """
-        target = _validate.probability("delta", delta)
-        accuracy = RTOL if rtol is None else _validate.positive("rtol", rtol)
         events = self._units()
-        epsilon = self._exact(events, target)
-        if epsilon is None:
-            epsilon = self._upper(events, target, RTOL)
-            if accuracy < RTOL:
-                epsilon = min(epsilon, self._upper(events, target, accuracy))
-        return 0.0, epsilon, epsilon
+        if not events or delta == 1:
+            return 0.0
+        if any(_reveals(event) for event, _ in events):
+            return math.inf
+        pure = _pure_epsilon(events, self._sensitivity())
+        if delta == 0:
+            return pure
+        if (log_delta := self._closed_form(events)) is not None:
+            return smallest_epsilon(log_delta, math.log(delta)) * (1 + closed_forms.MARGIN)
+        if delta < MIN_DELTA:
+            raise AccountingError(
+                f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
+                "Use a larger delta, or delta=0 for the pure bound."
+            )
+        directions = self._directions(events, delta)
+        best = upper_epsilon(directions, delta)
+        if rtol < RTOL:
+            best = min(best, upper_epsilon(directions, delta, rtol))
+        if best > _LARGE and (renyi := self._renyi()) is not None:
+            best = min(best, renyi.get_epsilon(delta=delta))
+        best = min(best, pure)
+        mu = self._mu(events, unsampled=True)
+        if mu is None or not closed_forms.gaussian_log_delta(mu, best) < math.log(delta):
+            return best
+        return min(best, closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN))
 
     def get_delta(self, *, epsilon: float) -> float:
         """Return a certified upper bound on delta at `epsilon`."""
         target = _validate.non_negative("epsilon", epsilon)
         events = self._units()
-        if not events:
-            return 0.0
         if any(_reveals(event) for event, _ in events):
             return 1.0
-        mu = self._mu(events)
-        if mu is not None:
-            return min(1.0, math.exp(closed_forms.gaussian_log_delta(mu, target)) * (1 + 1e-11))
-        pure = _pure_epsilon(events, self._sensitivity())
-        if pure is not None and target >= pure:
+        if not events or target >= _pure_epsilon(events, self._sensitivity()):
             return 0.0
-        step = self._only_step(events)
-        if step is not None:
-            logs = closed_forms.single_step_log_delta(_noise(step), step.sample_rate, target)
-            return min(1.0, math.exp(max(logs)) * (1 + 1e-9))
-        mu = self._mu(events, by_convexity=True)
+        if (log_delta := self._closed_form(events)) is not None:
+            rounding = 1e-9 if self._mu(events) is None else 1e-11
+            return min(1.0, math.exp(log_delta(target)) * (1 + rounding))
+        mu = self._mu(events, unsampled=True)
         best = 1.0 if mu is None else math.exp(closed_forms.gaussian_log_delta(mu, target))
         for assumed in (1e-5, 1e-12):  # balls-in-bins is discretized for an assumed delta
             directions = self._directions(events, assumed)
@@ -140,78 +126,34 @@ class PLDAccountant(Accountant):
             if (number := units(event, count)) and getattr(event, "sample_rate", 1.0) > 0
         ]
 
-    def _only_step(self, events: Events) -> mechanisms.PoissonSubsampledGaussian | None:
-        """Poisson-subsampled step that is the whole history, or None."""
-        if len(events) == 1 and events[0][1] == 1 and self._sensitivity() == 1:
-            event = events[0][0]
-            if isinstance(event, mechanisms.PoissonSubsampledGaussian):
-                return event
+    def _closed_form(self, events: Events) -> Callable[[float], float] | None:
+        """Epsilon -> log delta of plain Gaussians, or of a single subsampled step; else None."""
+        mu = self._mu(events)
+        if mu is not None:
+            return partial(closed_forms.gaussian_log_delta, mu)
+        match events:
+            case [(mechanisms.PoissonSubsampledGaussian() as step, 1)] if self._sensitivity() == 1:
+                setting = _noise(step), step.sample_rate
+                return lambda epsilon: max(closed_forms.single_step_log_delta(*setting, epsilon))
         return None
 
-    def _mu(self, events: Events, *, by_convexity: bool = False) -> float | None:
-        """Mu of the history if all events are plain Gaussians, else None.
-
-        With `by_convexity` that of all Gaussians as if nothing was sampled, an upper bound.
-        """
-        sigmas = []
-        for event, _ in events:
-            sigma = as_gaussian(event)
-            if sigma is None and by_convexity and isinstance(event, _GAUSSIANS):
-                epochs = getattr(event, "epochs_per_assignment", 1)
-                sigma = event.noise_multiplier / math.sqrt(epochs)
-            if sigma is None:
-                return None
-            sigmas.append(sigma)
+    def _mu(self, events: Events, *, unsampled: bool = False) -> float | None:
+        """Mu of the history if all events are plain Gaussians, else None; see `as_gaussian`."""
+        sigmas = [as_gaussian(event, unsampled=unsampled) for event, _ in events]
+        if None in sigmas:
+            return None
         counts = np.array([number for _, number in events], dtype=float)
         return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
-
-    def _exact(self, events: Events, delta: float) -> float | None:
-        """Epsilon where it needs no lattice, or None."""
-        if not events or delta == 1:
-            return 0.0
-        if any(_reveals(event) for event, _ in events):
-            return math.inf
-        if delta == 0:
-            pure = _pure_epsilon(events, self._sensitivity())
-            return math.inf if pure is None else pure
-        mu, step = self._mu(events), self._only_step(events)
-        if mu is not None:
-            return closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN)
-        if step is not None:
-            value = closed_forms.single_step_epsilon(_noise(step), step.sample_rate, delta)
-            return value * (1 + closed_forms.MARGIN)
-        if delta < MIN_DELTA:
-            raise AccountingError(
-                f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
-                "Use a larger delta, or delta=0 for the pure bound."
-            )
-        return None
-
-    def _upper(self, events: Events, delta: float, rtol: float) -> float:
-        """Smallest of the lattice bound, the bound without sampling, and the pure one.
-
-        Each bound grows with every step and every worse setting, hence so does the smallest.
-        """
-        best = upper_epsilon(self._directions(events, delta), delta, rtol)
-        if best > _LARGE and (renyi := self._renyi()) is not None:
-            best = min(best, renyi.get_epsilon(delta=delta))
-        pure = _pure_epsilon(events, self._sensitivity())
-        best = best if pure is None else min(best, pure)
-        mu = self._mu(events, by_convexity=True)
-        if mu is None or not closed_forms.gaussian_log_delta(mu, best) < math.log(delta):
-            return best
-        return min(best, closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN))
 
     def _renyi(self) -> RDPAccountant | None:
         """Renyi accountant of the same history, nearly tight for a very large epsilon."""
         if any(getattr(event, "sample_rate", 1.0) < _MIN_RATE for event in self._counts):
             return None
         other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
-        try:
+        with contextlib.suppress(AccountingError):  # it has no bound for an event
             other.merge(self)
-        except AccountingError:  # it has no bound for an event
-            return None
-        return other
+            return other
+        return None
 
     def _directions(self, events: Events, delta: float) -> list[Direction]:
         """The composed pairs (P, Q), of which the worst decides."""
@@ -224,9 +166,7 @@ class PLDAccountant(Accountant):
             if any(isinstance(event, mechanisms.MassTable) for event, _ in events):
                 views.append((views[-1][0], True))  # a table need not be its own reverse
         truncation = _truncation(events, self._group_size)
-        if len(events) > _MANY:
-            self._memos = self._memos or [PrefixMemo() for _ in range(4)]
-        memos: Sequence[PrefixMemo | None] = self._memos or [None] * len(views)
+        memos = self._memos if len(events) > _MANY else [PrefixMemo() for _ in views]
         return [
             Direction([pairs.Term(*family, flipped) for family in view], truncation, memo)
             for (view, flipped), memo in zip(views, memos, strict=False)
@@ -242,8 +182,7 @@ class PLDAccountant(Accountant):
         fixed_size: list[tuple[float, float, float]] = []
         factor = self._sensitivity()
         for event, number in events:
-            sigma = as_gaussian(event)
-            if sigma is not None:
+            if (sigma := as_gaussian(event)) is not None:
                 poisson.append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
             elif isinstance(event, _POISSON) and self._group_size == 1 and not exact:
                 poisson.append((_noise(event) / factor, _rate(event), number))
@@ -251,10 +190,10 @@ class PLDAccountant(Accountant):
                 fixed_size.append((_noise(event) / factor, _rate(event), number))
             else:
                 found.append((self._pair(event, tail, exact), np.array([float(number)])))
-        for rows, family in ((poisson, pairs.Subsampled), (fixed_size, pairs.FixedSize)):
-            if rows:
-                sigmas, rates, counts = np.array(rows, dtype=float).T
-                found.append((family(sigmas, rates), counts))
+        for rows in filter(None, (poisson, fixed_size)):
+            sigmas, rates, counts = np.array(rows, dtype=float).T
+            one = pairs.Subsampled(sigmas, rates)
+            found.append((one if rows is poisson else pairs.FixedSize(one), counts))
         return found
 
     def _pair(self, event: Mechanism, tail: float, exact: bool) -> pairs.PairFamily:
@@ -280,36 +219,34 @@ class PLDAccountant(Accountant):
 
     def _check(self, event: Mechanism) -> None:
         """Raise AccountingError if no bound is proved for the event in this accountant."""
-        relation, group = self._relation, self._group_size
-        name = type(event).__name__
-        if type(event) not in _KNOWN:
-            raise AccountingError(
-                f"{name} has no dominating pair here. Describe it as a MassTable or ApproximateDP."
-            )
-        if isinstance(event, mechanisms.FixedSizeSubsampledGaussian) and relation != "replace":
-            raise AccountingError(
-                f"sampler='fixed_size' has no amplified bound under neighboring_relation="
-                f"{relation!r}: batches of fixed size change by a replacement. "
-                "Use neighboring_relation='replace', or sampler='poisson'."
-            )
-        if isinstance(event, mechanisms.BallsInBinsGaussian) and event.num_bins > 1:
-            if relation == "replace" or group > 1:
-                raise AccountingError(
+        relation, group, name = self._relation, self._group_size, type(event).__name__
+        match event:
+            case _ if mechanisms.TYPES.get(name) is not type(event):
+                why = f"{name} has no dominating pair here. Describe it as a MassTable."
+            case mechanisms.FixedSizeSubsampledGaussian() if relation != "replace":
+                why = (
+                    "sampler='fixed_size' has no amplified bound under neighboring_relation="
+                    f"{relation!r}: batches of fixed size change by a replacement. "
+                    "Use neighboring_relation='replace', or sampler='poisson'."
+                )
+            case mechanisms.BallsInBinsGaussian(_, bins) if bins > 1 and self._sensitivity() > 1:
+                why = (
                     "sampler='balls_in_bins' has a bound for one example added, removed or zeroed "
                     f"only, not for neighboring_relation={relation!r} with group_size={group}. "
                     "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
                 )
-        if isinstance(event, mechanisms.DiscreteGaussian) and event.noise_multiplier > MAX_DISCRETE:
-            raise AccountingError(
-                f"noise_multiplier={event.noise_multiplier!r} of DiscreteGaussian is not resolved "
-                f"outcome by outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
-            )
-        if group > 1 and type(event) not in _WITH_GROUPS:
-            raise AccountingError(
-                f"group_size={group} for {name} has no proved bound here. Use group_size=1."
-            )
-        if group > 1000:
-            raise AccountingError(f"group_size={group} is not resolved. Expected at most 1000.")
+            case mechanisms.DiscreteGaussian(noise) if noise > MAX_DISCRETE:
+                why = (
+                    f"noise_multiplier={noise!r} of DiscreteGaussian is not resolved outcome by "
+                    f"outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
+                )
+            case _ if group > 1 and isinstance(event, _NO_GROUPS):
+                why = f"group_size={group} for {name} has no proved bound here. Use group_size=1."
+            case _ if group > 1000:
+                why = f"group_size={group} is not resolved. Expected at most 1000."
+            case _:
+                return
+        raise AccountingError(why)
 
 
 def _noise(event: Any) -> float:
@@ -328,8 +265,8 @@ def _reveals(event: Mechanism) -> bool:
     return is_certain or getattr(event, "noise_multiplier", 1.0) < 1e-8
 
 
-def _pure_epsilon(events: Events, factor: float) -> float | None:
-    """Return the sum of the pure epsilons, rounded up, or None if an event has none."""
+def _pure_epsilon(events: Events, factor: float) -> float:
+    """Return the sum of the pure epsilons, rounded up, or inf if an event has none."""
     total = 0.0
     for event, number in events:
         match event:
@@ -344,7 +281,7 @@ def _pure_epsilon(events: Events, factor: float) -> float | None:
                 losses = [abs(math.log(a / b)) if a and b else math.inf for a, b in uneven]
                 one = max(losses, default=0.0)
             case _:
-                return None
+                return math.inf
         total += number * one
     return total * (1 + 1e-12)
 

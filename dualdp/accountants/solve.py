@@ -44,11 +44,6 @@ def _account(
     noise_multiplier: float, sample_rate: float, num_steps: int, setting: Setting
 ) -> Accountant:
     """Return an accountant with equal steps."""
-    if unknown := sorted(set(setting) - set(Setting.__annotations__)):
-        raise TypeError(
-            f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
-            f"function's signature, or {', '.join(Setting.__annotations__)}."
-        )
     own: dict[str, Any] = dict(setting)
     about = {key: own.pop(key) for key in ("neighboring_relation", "group_size") if key in own}
     account = accountants.create(own.pop("accountant", "pld"), **about)
@@ -83,19 +78,6 @@ def get_epsilon(
     """
     account = _account(noise_multiplier, sample_rate, num_steps, setting)
     return account.get_epsilon(delta=delta)
-
-
-def get_delta(
-    *,
-    noise_multiplier: float,
-    sample_rate: float,
-    num_steps: int,
-    epsilon: float,
-    **setting: Unpack[Setting],
-) -> float:
-    """Return an upper bound on delta of `num_steps` equal steps; arguments as `get_epsilon`."""
-    account = _account(noise_multiplier, sample_rate, num_steps, setting)
-    return account.get_delta(epsilon=epsilon)
 
 
 def get_noise_multiplier(

@@ -19,7 +19,7 @@ from dualdp import _validate, accountants
 from dualdp.accountants.closed_forms import gaussian_epsilon
 from dualdp.accountants.search import first, last_within
 from dualdp.audit.protocol import PrivateStep
-from dualdp.audit.statistics import log_likelihood_ratio
+from dualdp.audit.statistics import log_likelihood_ratio, smallest
 
 Array = NDArray[np.float64]
 Inverse = Callable[[float], float]
@@ -109,28 +109,26 @@ def audit(
     alpha = 1 - _validate.open_probability("confidence", confidence)
     _validate.open_probability("false_alarm", false_alarm)
     seed = seed if seed is None else _validate.integer("seed", seed)
-    included = np.random.default_rng(seed).random(num_canaries) < 0.5
+    included, claims = np.random.default_rng(seed).random(num_canaries) < 0.5, step.claims
     rows = np.flatnonzero(included)
     size = max(1, round(sample_rate * rows.size))
     released = step.releases(
         num_steps, rows=rows, num_canaries=num_canaries, expected_batch_size=size, seed=seed
     )
     seen = np.array([np.ravel(release.canaries) for release in released], dtype=np.float64)
-    x = seen.reshape(-1, num_canaries) / step.claims.max_grad_norm
-    scores = log_likelihood_ratio(x, size / rows.size, step.claims.noise_multiplier)
-    account = accountants.create("pld", neighboring_relation=step.claims.neighboring_relation)
+    x = seen.reshape(-1, num_canaries) / claims.max_grad_norm
+    scores = log_likelihood_ratio(x, size / rows.size, claims.noise_multiplier)
+    account = accountants.create("pld", neighboring_relation=claims.neighboring_relation)
     for event in step.events():
-        account.step(**event._asdict(), sampler=step.claims.sampler)
-    claimed = float(account.get_epsilon(delta=delta))
+        account.step(**event._asdict(), sampler=claims.sampler)
+    claimed = account.get_epsilon(delta=delta)
     epsilons = np.linspace(0.0, max(2 * claimed, 1.0), 60)
-    deltas = np.array([float(account.get_delta(epsilon=e)) for e in epsilons])
-    shares = sorted({2 * round(share * num_canaries / 2) for share in _SHARES} - {0})
-    options = [guesses_at(scores, included, number) for number in shares]
-    claim = curve_inverse(epsilons, deltas)
-    p = min(1.0, len(options) * min(p_value(option, claim) for option in options))
+    claim = curve_inverse(epsilons, np.array([account.get_delta(epsilon=e) for e in epsilons]))
+    halves = sorted({round(share * num_canaries / 2) for share in _SHARES} - {0})
+    options = [guesses_at(scores, included, half) for half in halves]
+    p = smallest(p_value(option, claim) for option in options)
     mu = max(largest_refuted(option, alpha / len(options)) for option in options)
-    bound = gaussian_epsilon(mu, delta) if mu else 0.0
-    return Audit(claimed, delta, bound, p, confidence, false_alarm, num_steps)
+    return Audit(claimed, delta, gaussian_epsilon(mu, delta), p, confidence, false_alarm, num_steps)
 
 
 class Guesses(NamedTuple):
@@ -141,11 +139,10 @@ class Guesses(NamedTuple):
     num_correct: int
 
 
-def guesses_at(scores: Array, included: NDArray[np.bool_], num_guesses: int) -> Guesses:
-    """Return guesses "in" for the highest scores and "out" for as many of the lowest."""
-    order, half = np.argsort(scores, kind="stable"), num_guesses // 2
-    lowest, highest = order[:half], order[len(order) - half :]
-    correct = int((~included[lowest]).sum() + included[highest].sum())
+def guesses_at(scores: Array, included: NDArray[np.bool_], half: int) -> Guesses:
+    """Return guesses "in" for the `half` highest scores and "out" for as many of the lowest."""
+    sorted_in = included[np.argsort(scores, kind="stable")]
+    correct = half - int(sorted_in[:half].sum()) + int(sorted_in[-half:].sum())
     return Guesses(len(scores), 2 * half, correct)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of a DP-SGD implementation under test.
+"""Protocol of a DP-SGD implementation under test, and the plans of its test runs.
 
 An adapter runs the implementation on the user's model with one more parameter, the canaries: a
 vector of which example k moves coordinate `rows[k]` alone, by so much that clipping leaves a vector
@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import toeplitz
 
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
+from dualdp.plan.accounting import PATTERNED, num_batches
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.cost import PATTERNED
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.samplers import SAMPLERS
 
 Array = NDArray[np.float64]
@@ -74,8 +76,7 @@ class Claims:
         if self.correlation is None:
             return np.eye(num_steps)
         column = self.correlation.strategy(num_steps)
-        later = np.subtract.outer(np.arange(num_steps), np.arange(num_steps))
-        return np.asarray(np.where(later >= 0, column[np.abs(later)], 0.0))
+        return np.asarray(toeplitz(column, np.zeros(num_steps)))
 
     def noise_scale(self, num_steps: int, sample_rate: float) -> float:
         """Return how many times larger than `noise_stddev` the z of a step must be.
@@ -85,7 +86,7 @@ class Claims:
         """
         columns = self.strategy(num_steps)
         if self.sampler == "fixed_order":
-            gap = math.ceil(1 / sample_rate - 1e-9)
+            gap = num_batches(1, sample_rate)
             columns = np.stack([columns[:, i::gap].sum(1) for i in range(gap)], axis=1)
         return float(np.linalg.norm(columns, axis=0).max(initial=0.0))
 
@@ -165,3 +166,46 @@ class PrivateStep(Protocol):
     def events(self) -> Sequence[Event]:
         """Return the events accounted in the latest run, one for each release."""
         ...
+
+
+def claims_of(plan: PrivacyPlan) -> Claims:
+    """Return the claims of a plan at step 0; raise where a canary is no example of its own."""
+    if plan.unit != "example":
+        raise ValueError(
+            f"unit={plan.unit!r} draws users, but each canary is one row. Expected unit='example', "
+            "which tests the same draw, clip and noise on users of one row each: "
+            "dataclasses.replace(plan, unit='example', rows_per_unit=None)."
+        )
+    if plan.clipping == "per_layer":
+        raise ValueError(
+            "clipping='per_layer' gives the canaries a part of max_grad_norm only. Expected "
+            "'flat' or 'automatic'; their factors are those of per_layer's groups."
+        )
+    return Claims(
+        plan.noise_multiplier_at(0),
+        plan.max_grad_norm_at(0),
+        plan.sampler,
+        plan.neighboring_relation,
+        plan.correlation,
+        plan.min_separation or 1,
+    )
+
+
+def of_run(plan: PrivacyPlan, **changes: Any) -> PrivacyPlan:
+    """Return the plan of a run with canaries: constant settings of step 0, no target epsilon."""
+    constant: dict[str, Any] = {
+        "noise_multiplier": plan.noise_multiplier_at(0),
+        "max_grad_norm": plan.max_grad_norm_at(0),
+        "target_epsilon": None,
+        "accountant": "rdp" if plan.sampler == "poisson" else "pld",
+    }
+    return replace(plan, **constant | changes)
+
+
+def of_sum(plan: PrivacyPlan, num_rows: int, **changes: Any) -> PrivacyPlan:
+    """Return the plan of steps without noise in which every example takes part."""
+    cost = {"noise_multiplier": 0.0, "noise": "fast", "sampler": "poisson", "accountant": "pld"}
+    sizes = {"num_examples": num_rows, "expected_batch_size": num_rows, "seed": 0}
+    none = ("max_batch_size", "correlation", "min_separation", "epochs_per_assignment")
+    relation = {"neighboring_relation": "add_or_remove"}
+    return of_run(plan, **cost | sizes | relation | dict.fromkeys(none) | changes)

@@ -2,7 +2,8 @@
 """p-values: probability that a correct implementation gives a result as extreme as observed.
 
 Each function takes numbers that should be standard normal, or draws that should be binomial, and
-is two-sided. If a statistic is a maximum over k, its p-value is multiplied by k (Bonferroni).
+is two-sided; of numbers that are not finite it is nan or 0. If a statistic is a maximum over k, its
+p-value is multiplied by k (Bonferroni).
 """
 
 from __future__ import annotations
@@ -20,36 +21,25 @@ Array = NDArray[np.float64]
 
 def smallest(p_values: Iterable[float]) -> float:
     """Return one p-value for several: the smallest, times their number."""
-    found = list(p_values)
-    return min(1.0, len(found) * min(found)) if found else 1.0
+    found = [*p_values]
+    return float(np.minimum(1.0, max(1, len(found)) * np.min(found, initial=1.0)))
 
 
 def chi_square(z: Array) -> float:
     """Return the p-value of variance 1 for standard normal numbers."""
-    z = np.asarray(z)
-    total, count = float((z.astype(np.float64) ** 2).sum()), z.size
-    return _two_sided(stats.chi2(count), total)
+    return _two_sided(stats.chi2(z.size), float((z**2).sum()))
 
 
 def normality(z: Array) -> float:
     """Return the Kolmogorov-Smirnov p-value against the standard normal distribution."""
-    if not np.isfinite(z).all():
-        return 0.0
-    return float(stats.kstest(np.ravel(z).astype(np.float64), ndtr, method="asymp").pvalue)
-
-
-def normality_of_one(z: float) -> float:
-    """Return the p-value of one standard normal number."""
-    return float(2 * stats.norm.sf(abs(z))) if np.isfinite(z) else 0.0
+    return float(stats.kstest(np.ravel(z), ndtr, method="asymp").pvalue)
 
 
 def repetition(z: Array) -> float:
     """Return the p-value of no correlation between any two rows of (steps, numbers)."""
-    norms = np.linalg.norm(z, axis=1, keepdims=True)
     with np.errstate(all="ignore"):
-        unit = np.nan_to_num(z / norms)
-    scores = (unit @ unit.T)[np.triu_indices(len(z), 1)] * np.sqrt(z.shape[1])
-    return _largest(scores)
+        unit = np.nan_to_num(z / np.linalg.norm(z, axis=1, keepdims=True))
+    return largest((unit @ unit.T)[np.triu_indices(len(z), 1)] * np.sqrt(z.shape[1]))
 
 
 def autocorrelation(z: Array) -> float:
@@ -62,8 +52,7 @@ def autocorrelation(z: Array) -> float:
     for row in z:  # all lags at once
         spectrum += np.abs(np.fft.rfft(row, 2 * count)) ** 2
     sums = np.fft.irfft(spectrum)[1 : max(1, count - 1000 // steps)]  # a normal sum each
-    terms = steps * (count - np.arange(1, len(sums) + 1))
-    return _largest(sums / np.sqrt(terms))
+    return largest(sums / np.sqrt(steps * (count - np.arange(1, len(sums) + 1))))
 
 
 def dispersion(counts: Array, trials: int, rate: float) -> float:
@@ -71,18 +60,16 @@ def dispersion(counts: Array, trials: int, rate: float) -> float:
 
     The sum of squares about the claimed mean has about the gamma distribution of its two moments.
     """
-    counts = np.asarray(counts, dtype=np.float64)
     variance = trials * rate * (1 - rate)
-    total = float(((counts - trials * rate) ** 2).sum() / variance)
     # Fourth moment of a binomial: 3 v^2 + v (1 - 6 rate (1 - rate)).
-    spread = len(counts) * (2 + (1 - 6 * rate * (1 - rate)) / variance)
-    scale = spread / len(counts)
-    return _two_sided(stats.gamma(len(counts) / scale, scale=scale), total)
+    scale = 2 + (1 - 6 * rate * (1 - rate)) / variance
+    squares = (np.asarray(counts, dtype=np.float64) - trials * rate) ** 2 / variance
+    return _two_sided(stats.gamma(len(squares) / scale, scale=scale), float(squares.sum()))
 
 
 def total(count: float, trials: int, rate: float) -> float:
     """Return the p-value of one Binomial(trials, rate) count."""
-    return _two_sided(stats.binom(trials, rate), count, discrete=True)
+    return _two_sided(stats.binom(trials, rate), count, atom=1)
 
 
 def shared_members(taken: NDArray[np.bool_], rate: float) -> float:
@@ -90,8 +77,7 @@ def shared_members(taken: NDArray[np.bool_], rate: float) -> float:
     z = (taken - rate) / np.sqrt(rate * (1 - rate))
     scores = (z @ z.T)[np.triu_indices(len(z), 1)] / np.sqrt(z.shape[1])
     # Sum of squares of uncorrelated scores, each with excess kurtosis of products of Bernoullis.
-    excess = (1 / (rate * (1 - rate)) - 3) ** 2 / z.shape[1]
-    scale = 2 + excess
+    scale = 2 + (1 / (rate * (1 - rate)) - 3) ** 2 / z.shape[1]
     return _two_sided(stats.gamma(len(scores) / scale, scale=scale), float((scores**2).sum()))
 
 
@@ -99,13 +85,11 @@ def neighbours(taken: NDArray[np.bool_], rate: float) -> float:
     """Return the p-value of independence of adjacent examples and of consecutive steps."""
     z = (taken - rate) / np.sqrt(rate * (1 - rate))
     pairs = (z[:, 1:] * z[:, :-1], z[1:] * z[:-1], z[1:, 1:] * z[:-1, :-1])
-    return smallest(_largest(np.array([p.sum() / np.sqrt(p.size)])) for p in pairs if p.size)
+    return smallest(largest(np.array([p.sum() / np.sqrt(p.size)])) for p in pairs if p.size)
 
 
 def two_samples(found: Array, expected: Array) -> float:
     """Return the Kolmogorov-Smirnov p-value of two samples."""
-    if not np.isfinite(found).all():
-        return 0.0
     return float(stats.ks_2samp(found, expected, method="asymp").pvalue)
 
 
@@ -118,18 +102,13 @@ def log_likelihood_ratio(x: Array, rate: float, sigma: float) -> Array:
     return np.asarray(log1p(rate * np.expm1(exponent)).sum(0))
 
 
-def _largest(scores: Array) -> float:
-    """p-value of the largest of scores that should be standard normal, dependent or not."""
-    if not len(scores):
-        return 1.0
-    if not np.isfinite(scores).all():
-        return 0.0
-    return min(1.0, 2 * len(scores) * float(stats.norm.sf(np.abs(scores).max())))
+def largest(scores: Array) -> float:
+    """Return the p-value of the largest of standard normal scores, dependent or not."""
+    one = 2 * stats.norm.sf(np.abs(scores).max(initial=0.0))
+    return float(np.minimum(1.0, max(1, len(scores)) * one))
 
 
-def _two_sided(distribution: Any, value: float, *, discrete: bool = False) -> float:
-    """Twice the smaller tail; both tails include the value."""
-    if not np.isfinite(value):
-        return 0.0
-    above = distribution.sf(value - 1) if discrete else distribution.sf(value)
-    return float(min(1.0, 2 * min(distribution.cdf(value), above)))
+def _two_sided(distribution: Any, value: float, *, atom: float = 0) -> float:
+    """Twice the smaller tail; both tails include the value, which is one of those `atom` apart."""
+    tails = distribution.cdf(value), distribution.sf(value - atom)
+    return float(np.minimum(1.0, 2 * np.min(tails)))

@@ -9,7 +9,7 @@
 
 A file holds one JSON object a line (`dualdp.ledger.chain`):
 
-    {"dualdp_ledger":2, "plan":..., "accountant":..., "columns":..., "version":..., "id":...}
+    {"dualdp_ledger":2, "plan":..., "columns":..., "version":..., "id":...}
     {"r":[step, noise_multiplier, sample_rate]}           a release; the columns are the header's
     {"check":step}                                        a check that passed
     {"check":step, "failed":{...}}                        one that did not
@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -38,7 +38,6 @@ from dualdp.ledger.chain import (
     FORMAT,
     VERSION,
     Chain,
-    Parsed,
     Record,
     is_text,
     is_torn_release,
@@ -48,7 +47,7 @@ from dualdp.ledger.chain import (
 )
 from dualdp.plan import accounting
 from dualdp.plan.accounting import Segment, empty_account, spent_by
-from dualdp.plan.plan import PrivacyPlan, require_plan
+from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
 
@@ -96,19 +95,40 @@ class State:
         Raises:
             ValueError: the line does not follow from those before it.
         """
-        number = self.num_lines + 1
+        number, (*before, last) = self.num_lines + 1, self.segments
+        changes: dict[str, Any]
         try:
-            return replace(self, num_lines=number, **self._changes(record, plan))
+            if "r" in record:
+                step, *values = record["r"]
+                if step != last.stop:
+                    raise ValueError(f"step {step} came where {last.stop} was expected")
+                changes = {"segments": (*before, Segment(last.start, step + 1, last.noise_scale))}
+                adaptive = plan.max_grad_norm
+                if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
+                    changes["bound"] = adaptive.following(values[2], values[3])
+            elif "segment" in record:
+                start, scale = int(record["segment"]), float(record["noise_scale"])
+                bound = float(record.get("max_grad_norm", self.bound))
+                changes = {"segments": (*self.segments, Segment(start, start, scale))}
+                changes["bound"] = bound
+            elif "failed" in record:
+                failed = {"step": int(record["check"]), **record["failed"]}
+                changes = {"failed_check": failed}
+            elif "check" in record:
+                changes = {"last_check": int(record["check"])}
+            else:
+                changes = {"notes": (*self.notes, dict(record["note"]))}
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
             ) from error
+        return replace(self, num_lines=number, **changes)
 
     def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
         """Return the line of the next release, by the plan."""
         last = self.segments[-1]
-        event = accounting.release(plan.cost(), last.stop, last.noise_scale)
+        event = accounting.release(plan, last.stop, last.noise_scale)
         values = [last.stop, event["noise_multiplier"], event["sample_rate"]]
         return {"r": [*values, self.bound, noisy_fraction] if plan.is_adaptive else values}
 
@@ -116,31 +136,6 @@ class State:
         """Return the release that a last line without its end counts as; None for another line."""
         may_run = self.segments[-1].stop != plan.num_steps
         return self.next_release(plan) if may_run and is_torn_release(torn) else None
-
-    def _changes(self, record: Record, plan: PrivacyPlan) -> dict[str, Any]:
-        """Attributes that one more line changes."""
-        if "r" in record:
-            values, (*before, last) = record["r"], self.segments
-            if values[0] != last.stop:
-                raise ValueError(f"step {values[0]} came where {last.stop} was expected")
-            longer = Segment(last.start, last.stop + 1, last.noise_scale)
-            adaptive = plan.max_grad_norm
-            if not isinstance(adaptive, AdaptiveNorm) or values[4] is None:
-                return {"segments": (*before, longer)}
-            return {
-                "segments": (*before, longer),
-                "bound": adaptive.following(values[3], values[4]),
-            }
-        if "segment" in record:
-            start = int(record["segment"])
-            segment = Segment(start, start, float(record["noise_scale"]))
-            bound = float(record.get("max_grad_norm", self.bound))
-            return {"segments": (*self.segments, segment), "bound": bound}
-        if "failed" in record:
-            return {"failed_check": {"step": int(record["check"]), **record["failed"]}}
-        if "check" in record:
-            return {"last_check": int(record["check"])}
-        return {"notes": (*self.notes, dict(record["note"]))}
 
 
 class Ledger:
@@ -156,7 +151,6 @@ class Ledger:
 
     Args:
         plan: `PrivacyPlan` of the run.
-        accountant: name of the accountant, or None for the plan's.
         path: path of a new file, made with the first release, so that a set-up that fails leaves
             none; None keeps the record in memory.
 
@@ -169,37 +163,25 @@ class Ledger:
         A kill at any instant loses no release.  [test_no_kill_loses_a_release]
     """
 
-    def __init__(
-        self,
-        plan: PrivacyPlan,
-        accountant: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, path: str | os.PathLike[str] | None = None) -> None:
         require_plan(plan)
-        cost = replace(plan.cost(), accountant=accountant or plan.accountant)
-        name = empty_account(cost).name
+        self.plan, self.chain, self._pid = plan, Chain(), os.getpid()
+        self._new_file = None if path is None else require_new(path)
+        self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
+        self._spent = empty_account(plan)
+        self._accounted: tuple[Segment, ...] = ()
+        self._searched: tuple[int, int | None] = 0, None  # number of segments, end
+        self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
+        #: Releases of a loop of one's own whose noise was not drawn, by step; see `own_loops`.
+        self.unused: dict[int, Release] | None = None
         header = {
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
-            "accountant": name,
             "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
             "id": secrets.token_hex(8),  # public, tells two runs of one plan apart
         }
-        self._open(plan, name, Chain(), None if path is None else require_new(path))
         self.chain.append(header)
-
-    def _open(
-        self, plan: PrivacyPlan, accountant: str, chain: Chain, new_file: str | None = None
-    ) -> None:
-        """Set all attributes, of a new run, whose file is not made yet, or of a resumed one."""
-        self.plan, self.chain, self._new_file, self._pid = plan, chain, new_file, os.getpid()
-        self._cost = replace(plan.cost(), accountant=accountant)
-        self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
-        self._spent = empty_account(self._cost)
-        self._accounted: tuple[Segment, ...] = ()
-        self._searched: tuple[int, int | None, float] = 0, None, 0.0  # segments, end, horizon
-        self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
         if plan.seed is not None:
             _log.warning(
                 "seed=%d: this run can be repeated, for tests and comparisons. Its noise is no "
@@ -216,20 +198,18 @@ class Ledger:
         step: int,
         bound: float | None = None,
         recalibrate: bool = False,
-        path: str | os.PathLike[str] | None = None,
         known: tuple[int, str] | None = None,
     ) -> Self:
         """Go on with a run: begin a segment at `step`, beside all releases on record.
 
         Args:
-            source: path of the run's file, which is written on; or the text of `to_json`.
+            source: path of the run's file, which is written on; or the text of `to_json`, to go on
+                in memory.
             plan: `PrivacyPlan` of the run.
             step: int, the next step, such as a checkpoint's position.
-            bound: C of that step, if it is adaptive: that of `state()`.
+            bound: C of that step, if it is adaptive.
             recalibrate: bool, True to raise the noise of the steps that are left so that all
                 planned steps fit the target epsilon (or the plan's, without a target).
-            path: path of a new file, to go on with a copy of the record; None to write on in
-                `source`, or for a text in memory.
             known: number of lines of a checkpoint, and the hash of the last of them, with which the
                 record has to begin.
 
@@ -243,83 +223,68 @@ class Ledger:
                 [test_a_torn_last_line_counts_as_a_release]
         """
         require_plan(plan)
-        if path is None and not is_text(source):
-            chain, parsed = Chain.open(source)
-        else:
-            parsed = parse(*read_text(source))
+        if is_text(source):
+            parsed = parse(str(source))
             chain = Chain(parsed.lines)
+        else:
+            chain, parsed = Chain.open(source)
         try:
-            ledger = cls.__new__(cls)
-            ledger._open(plan, str(parsed.records[0].get("accountant")), chain)
-            ledger._require_continued(parsed, known)
-            if path is not None:
-                chain.write_to(path)
-            torn = ledger._state.torn_release(plan, parsed.torn)
-            ledger._go_on(torn, _validate.integer("step", step), bound, recalibrate)
+            name = chain.path or "The text"
+            if parsed.records[0].get("plan") != json.loads(plan.to_json()):
+                raise ValueError(
+                    f"{name} was written under another plan. Expected the plan of the run."
+                )
+            num_lines, last_hash = known or (0, chain.hash_at(0))
+            if num_lines > len(chain) or chain.hash_at(num_lines) != last_hash:
+                raise ValueError(
+                    f"{name} does not continue the ledger that was saved. Expected the file of "
+                    "the same run."
+                )
+            ledger = cls(plan)
+            ledger.chain = chain
+            ledger._go_on(parsed.torn, _validate.integer("step", step), bound, recalibrate)
         except BaseException:
             chain.close()
             raise
         return ledger
 
-    def _require_continued(self, parsed: Parsed, known: tuple[int, str] | None) -> None:
-        """Raise unless the record is one of this plan and begins with the known lines."""
-        name = self.path or "The text"
-        if parsed.records[0].get("plan") != json.loads(self.plan.to_json()):
-            raise ValueError(
-                f"{name} was written under another plan. Expected the plan of the run."
-            )
-        if known is not None:
-            num_lines, last_hash = known
-            if num_lines > len(self.chain) or self.chain.hash_at(num_lines) != last_hash:
-                raise ValueError(
-                    f"{name} does not continue the ledger that was saved. Expected the file of "
-                    "the same run."
-                )
-
-    def _go_on(
-        self, torn: Record | None, step: int, bound: float | None, recalibrate: bool
-    ) -> None:
-        """Count a torn release, and begin the segment of a resumed run."""
-        state = self._state if torn is None else self._state.after(torn, self.plan)
+    def _go_on(self, torn: str, step: int, bound: float | None, recalibrate: bool) -> None:
+        """Count a torn release, begin the segment of a resumed run, and say how far it goes."""
+        state, plan = self._state, self.plan
+        counted = state.torn_release(plan, torn)
+        state = state if counted is None else state.after(counted, plan)
         farthest = max(segment.stop for segment in state.segments)
         if step > farthest:
             raise ValueError(
                 f"step={step} is past the {farthest} steps on record. Expected the ledger of the "
                 "same run."
             )
-        if self.plan.is_adaptive and bound is None:
-            raise TypeError(
-                "bound is missing beside an adaptive max_grad_norm. Expected that of the "
-                "checkpoint, C of the next step."
-            )
+        bound = _validate.positive("bound", bound) if plan.is_adaptive else None
         scale = state.segments[-1].noise_scale
         if recalibrate:
-            scale = accounting.recalibrated(self._cost, state.segments, step)
-        if torn is not None:
-            self.chain.append(torn)
+            scale = accounting.recalibrated(self.plan, state.segments, step)
+        if counted is not None:
+            self.chain.append(counted)
         self._begin(step, scale, bound)
-        self._say_what_is_left()
+        end, planned = self.end, plan.num_steps
+        left = "no end is planned" if end is None else f"{max(end - step, 0)} steps are left"
+        if end is not None and planned is not None and end < planned:
+            left += (
+                f" of {planned - step} planned: no more fit into target_epsilon="
+                f"{plan.target_epsilon} beside the {len(self)} releases on record; "
+                "recalibrate=True raises the noise instead, so that all of them fit"
+            )
+        level = logging.WARNING if "fit" in left else logging.INFO
+        _log.log(level, "The run goes on at step %d: %s.", step, left)
 
     def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
         """Append the line of a new segment."""
         record: Record = {"segment": step, "noise_scale": noise_scale, "id": secrets.token_hex(8)}
         if self.plan.is_adaptive:
-            record["max_grad_norm"] = _validate.positive("bound", bound)
+            record["max_grad_norm"] = bound
         self.chain.append(record)
-
-    def _say_what_is_left(self) -> None:
-        """Log how many steps a resumed run may take, as a warning if it ends before its plan."""
-        step, end, planned = self.position, self.end, self.plan.num_steps
-        if end is None or planned is None or end >= planned:
-            left = "no end is planned" if end is None else f"{end - step} steps are left"
-            _log.info("The run goes on at step %d; %s.", step, left)
-        else:
-            _log.warning(
-                f"The run goes on at step {step}; {max(end - step, 0)} of the {planned - step} "
-                f"planned steps that are left fit into target_epsilon={self.plan.target_epsilon} "
-                f"beside the {len(self)} releases on record. recalibrate=True raises the noise "
-                "instead, so that all of them fit."
-            )
+        if self.unused is not None:
+            self.unused = {}
 
     @property
     def _state(self) -> State:
@@ -347,13 +312,13 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self._cost.sampler in COMPOSED:  # only what is new, for the memo of the sums
+        if before and self.plan.sampler in COMPOSED:  # only what is new, for the memo of the sums
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
             self._accounted = ()  # an interrupt in between counts everything anew
-            self._spent.merge(spent_by(self._cost, added))
+            self._spent.merge(spent_by(self.plan, added))
         else:
-            self._spent = spent_by(self._cost, segments)
+            self._spent = spent_by(self.plan, segments)
         self._accounted = segments
         return self._spent
 
@@ -361,16 +326,6 @@ class Ledger:
     def position(self) -> int:
         """Number of the next step."""
         return self._state.segments[-1].stop
-
-    @property
-    def segment(self) -> int:
-        """Number of the segment of the next step."""
-        return len(self._state.segments) - 1
-
-    @property
-    def segment_start(self) -> int:
-        """First step of the segment of the next step."""
-        return self._state.segments[-1].start
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -394,11 +349,9 @@ class Ledger:
         None if there is none. It is found once for a segment, by planning ahead.
         """
         segments = self._state.segments
-        searched, end, horizon = self._searched
-        if searched != len(segments) or segments[-1].stop >= horizon:
-            end, horizon = accounting.last_affordable(self._cost, segments)
-            self._searched = len(segments), end, horizon
-        return end
+        if self._searched[0] != len(segments):
+            self._searched = len(segments), accounting.last_affordable(self.plan, segments)
+        return self._searched[1]
 
     @property
     def max_grad_norm(self) -> float:
@@ -415,26 +368,19 @@ class Ledger:
                 this process is a fork of the one that writes the file.
         """
         self.require_process()
-        if _validate.integer("step", step) != self.position:
+        step, end = checked_step(self.plan, step), self.end
+        if step != self.position:
             raise AccountingError(
                 f"step={step} came after {len(self)} recorded releases. Expected "
                 f"step={self.position}; a step is released once, in order."
             )
-        end = self.end
-        if end is None or step < end:
-            return
-        if self.plan.num_steps is not None and step >= self.plan.num_steps:
+        if end is not None and step >= end:
             raise AccountingError(
-                f"step={step} is past the plan's num_steps={self.plan.num_steps}. Plan more steps, "
-                "or num_steps=None for an open-ended run."
+                f"step={step} would exceed target_epsilon={self.plan.target_epsilon}: {len(self)} "
+                f"releases have spent {self.accountant.get_epsilon(delta=self.plan.delta):.6g} at "
+                f"delta={self.plan.delta}. The run ends here; a larger target needs a new decision "
+                "about the data."
             )
-        accounting.release(self._cost, step)  # raises for a schedule that is out of range
-        raise AccountingError(
-            f"step={step} would exceed target_epsilon={self.plan.target_epsilon}: {len(self)} "
-            f"releases have spent {self.accountant.get_epsilon(delta=self.plan.delta):.6g} at "
-            f"delta={self.plan.delta}. The run ends here; a larger target needs a new decision "
-            "about the data."
-        )
 
     def require_process(self) -> None:
         """Refuse a fork of the process that writes the file; in memory it begins a segment.
@@ -480,25 +426,19 @@ class Ledger:
         if self._new_file is not None:
             self.write_to(self._new_file)
         self.chain.append(self._state.next_release(plan, noisy_fraction))
-        return self._release(step, bound)
-
-    def _release(self, step: int, bound: float) -> Release:
-        """Numbers of a release of this segment, at a bound."""
-        plan, segment = self.plan, self._state.segments[-1]
-        return Release(
+        number, segment = len(self._state.segments) - 1, self._state.segments[-1]
+        release = Release(
             step,
-            self.segment,
+            number,
             segment.start,
             bound,
             segment.noise_scale * plan.noise_multiplier_at(step),
             segment.noise_scale * plan.draw_stddev(step, bound),
             plan.expected_batch_size_at(step),
         )
-
-    def release_on_record(self, step: int, *columns: float) -> Release:
-        """Return the `Release` of a line of this segment with these columns."""
-        bound = columns[2] if self.plan.is_adaptive else self.plan.max_grad_norm_at(step)
-        return self._release(step, bound)
+        if self.unused is not None:
+            self.unused[step] = release
+        return release
 
     def steps_ahead(self, num_steps: int) -> range:
         """Return the next steps, if all of them may be recorded.
@@ -565,10 +505,6 @@ class Ledger:
         if fresh not in self._state.notes:
             self.chain.append({"note": fresh})
 
-    def unprotected(self, names: Iterable[str]) -> None:
-        """Record the names of logged quantities that epsilon does not cover."""
-        self.note(unprotected=sorted(names))
-
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return the epsilon spent so far.
 
@@ -598,11 +534,6 @@ class Ledger:
         """Path of the record's file, or None."""
         return self._new_file or self.chain.path
 
-    @property
-    def num_lines(self) -> int:
-        """Number of lines of the record."""
-        return len(self.chain)
-
     def write_to(self, path: str | os.PathLike[str]) -> None:
         """Make the record's file: that of `path=` if there is one, else this one."""
         if self.chain.path is None:
@@ -618,20 +549,6 @@ class Ledger:
     def to_json(self) -> str:
         """Return the text of the record: one JSON object a line, chained by hashes."""
         return self.chain.text()
-
-    def state(self) -> dict[str, Any]:
-        """Return what `resume` needs beside the record, as plain data.
-
-        Returns:
-            `position`, the `bound` of that step if it is adaptive (else None), `num_lines` of the
-            record so far, and the `hash` of the last line.
-        """
-        return {
-            "position": self.position,
-            "bound": self._state.bound if self.plan.is_adaptive else None,
-            "num_lines": len(self.chain),
-            "hash": self.chain.last_hash,
-        }
 
     @staticmethod
     def read(source: str | os.PathLike[str]) -> list[Record]:

@@ -19,7 +19,7 @@ from dualdp.plan.plan import PrivacyPlan
 
 
 class OwnLoop:
-    """Releases of a loop of one's own whose noise was not drawn yet; its ledger holds it.
+    """Releases of a loop of one's own whose noise was not drawn yet.
 
     Attributes:
         plan: `PrivacyPlan` of the run.
@@ -29,8 +29,7 @@ class OwnLoop:
     def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
         self.plan, self.source = plan, object()
         self._ledger = weakref.ref(ledger)
-        self._num_read = ledger.num_lines
-        self._waiting: dict[int, Release] = {}  # by step
+        ledger.unused = {}
 
     @property
     def waiting(self) -> dict[int, Release]:
@@ -46,14 +45,13 @@ class OwnLoop:
                 "long as its noise is asked for."
             )
         ledger.require_process()
-        for record in ledger.chain.records(self._num_read):
-            if "segment" in record:
-                self._waiting = {}
-            elif "r" in record:
-                release = ledger.release_on_record(*record["r"])
-                self._waiting[release.step] = release
-        self._num_read = ledger.num_lines
-        return self._waiting
+        return ledger.unused or {}
+
+    def note(self, **facts: str) -> None:
+        """Record public facts about the run in its ledger, if the run goes on."""
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger.note(**facts)
 
     def take(self, step: int) -> Release:
         """Return the release of a step, once.
@@ -91,11 +89,10 @@ def take_any(num_releases: int) -> list[tuple[int | None, Release]]:
     Raises:
         AccountingError: there are fewer whose noise was not drawn.
     """
-    count = _validate.integer("num_releases", num_releases)
     there = [(loop, step) for loop in list(_OPEN.values()) for step in sorted(loop.waiting)]
-    if len(there) < count:
+    if len(there) < num_releases:
         raise AccountingError(
-            f"Noise of {count} releases was asked for, and {len(there)} are on record whose noise "
-            "was not drawn. Expected engine.record(num_steps=...) before."
+            f"Noise of {num_releases} releases was asked for, and {len(there)} are on record whose "
+            "noise was not drawn. Expected engine.record(num_steps=...) before."
         )
-    return [(loop.plan.seed, loop.take(step)) for loop, step in there[:count]]
+    return [(loop.plan.seed, loop.take(step)) for loop, step in there[:num_releases]]

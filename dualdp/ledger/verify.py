@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from dualdp._validate import AccountingError
-from dualdp.accountants.base import Accountant
 from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
 from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
 from dualdp.plan import accounting
@@ -80,11 +79,9 @@ class Verification:
         """Upper bound by PLD for one run of all planned steps; nan if open-ended or without one."""
         if self.plan is None or self.plan.num_steps is None:
             return math.nan
-        whole = Segment(0, self.plan.num_steps)
-        try:
-            return accounting.epsilon(replace(self.plan.cost(), accountant="pld"), [whole])
-        except ValueError:
-            return math.nan
+        with suppress(ValueError):
+            return replace(self.plan, accountant="pld").epsilon()
+        return math.nan
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -107,15 +104,18 @@ class Verification:
         seed = None if self.plan is None else self.plan.seed
         return "" if seed is None else f" if the noise were secret (seed={seed} tells it)"
 
-    def notes(self, name: str) -> list[Any]:
-        """Return the values of a public fact, in order."""
+    @property
+    def notes(self) -> list[tuple[str, Any]]:
+        """Public facts about the run, (name, value) in order."""
         noted = (record["note"] for record in self.records if "note" in record)
-        return [facts[name] for facts in noted if name in facts]
+        return [fact for facts in noted for fact in facts.items()]
 
     @property
     def unprotected(self) -> list[str]:
         """Names of the logged quantities that epsilon does not cover."""
-        return sorted({str(name) for names in self.notes("unprotected") for name in names})
+        return sorted(
+            {str(n) for name, value in self.notes if name == "unprotected" for n in value}
+        )
 
 
 def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verification:
@@ -152,8 +152,12 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
     if torn is not None:
         records, segments = [*records, torn], state.after(torn, plan).segments
     found = Verification(name, (), plan, tuple(records), segments, torn=parsed.torn)
-    whole = f"{len(parsed.lines)} lines, each chained to the last"
-    findings = [Finding("chain is unbroken", True, whole), _releases(found, wrong)]
+    made, steps = len(found.releases), found.num_steps
+    told = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
+    findings = [
+        Finding("chain is unbroken", True, f"{len(parsed.lines)} lines, each chained to the last"),
+        Finding("releases are the plan's", not wrong, wrong or told),
+    ]
     for title, check in _CHECKS.items():
         try:
             passed, detail = check(found, plan)
@@ -195,129 +199,105 @@ def _differences(values: list[Any], expected: list[Any]) -> list[str]:
     return [name for name, own, plans in pairs if not math.isclose(own, plans, rel_tol=_SLACK)]
 
 
-def _releases(found: Verification, wrong: str) -> Finding:
-    """Releases have the plan's numbers, in order, in each segment once."""
-    made, steps = len(found.releases), found.num_steps
-    detail = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
-    return Finding("releases are the plan's", not wrong, wrong or detail)
+Result = tuple[bool | None, str]
 
 
-def _last_line(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+def _coverage(found: Verification, plan: PrivacyPlan) -> Result:
+    """Share of the plan on record: missing lines at the end leave no other trace."""
+    made, planned = found.num_steps, plan.num_steps
+    if planned is not None and made >= planned:
+        return True, f"all {planned} planned steps are on record"
+    of = "steps are on record and the plan has no end"
+    if planned is not None:
+        of = f"of {planned} planned steps are on record"
+    return None, f"{made} {of}: whether lines are missing at the end does not show."
+
+
+def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
     if not found.torn:
         return True, f"line {len(found.records)}"
     counted = "counted as a release" if is_torn_release(found.torn) else "no release"
-    return None, (
-        f"The last line is cut off, and {counted}: a crash while it was written, or a copy that is "
-        "not whole."
-    )
+    return None, f"It is cut off, and {counted}: by a crash, or a copy that is not whole."
 
 
-def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Share of the plan on record: missing lines at the end leave no other trace."""
-    made, planned = found.num_steps, plan.num_steps
-    if planned is None:
-        return None, (
-            f"{made} steps are on record and the plan has no end: whether lines are missing at the "
-            "end of the record does not show."
-        )
-    if made >= planned:
-        return True, f"all {planned} planned steps are on record"
-    return None, (
-        f"{made} of {planned} planned steps are on record: the run stopped there, or goes on, or "
-        "lines are missing at the end of the record."
-    )
-
-
-def _segments(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    released = [segment for segment in found.segments if segment.stop > segment.start]
-    starts = [record["segment"] for record in found.records if "segment" in record]
-    scales = [segment.noise_scale for segment in released if segment.noise_scale != 1]
-    raised = f"; noise scaled by {', '.join(f'{scale:.4g}' for scale in scales)}" if scales else ""
+def _segments(found: Verification, plan: PrivacyPlan) -> Result:
+    starts = [segment.start for segment in found.segments[1:]]
+    scales = [f"{s.noise_scale:.4g}" for s in found.segments if s.noise_scale != 1]
+    raised = f"; noise scaled by {', '.join(scales[:10])}" if scales else ""
     where = f", at step {', '.join(map(str, starts[:10]))}" if starts else ""
-    more = f" and {len(starts) - 10} more" if len(starts) > 10 else ""
-    return True, f"resumed {len(starts)} times{where}{more}{raised}"
+    return True, f"resumed {len(starts)} times{where}{raised}"
 
 
-def _spent(found: Verification, plan: PrivacyPlan, accountant: str) -> Accountant:
-    """Accountant with what the lines say: their numbers, or whole segments where these count."""
-    cost = replace(plan.cost(), accountant=accountant)
-    if plan.sampler not in COMPOSED:
-        return spent_by(cost, found.segments)
-    spent = empty_account(cost)
-    event: dict[str, Any] = dict(accounting.release(cost, 0))
-    counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
-    for (noise, rate), count in counts.items():
-        event |= {"noise_multiplier": noise, "sample_rate": rate}
-        spent.step(num_steps=count, **event)
-    return spent
-
-
-def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> tuple[bool | None, str]:
+def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
+    """By what the lines say: their numbers, or whole segments where these count."""
     try:
-        value = _spent(found, plan, accountant).get_epsilon(delta=plan.delta)
+        cost = replace(plan, accountant=accountant)
+        spent, event = empty_account(cost), accounting.release(cost, 0)
+        if plan.sampler in COMPOSED:
+            counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
+            for (noise, rate), count in counts.items():
+                event |= {"noise_multiplier": noise, "sample_rate": rate}
+                spent.step(num_steps=count, **event)
+        else:
+            spent = spent_by(cost, found.segments)
+        value = found.epsilons[accountant] = spent.get_epsilon(delta=plan.delta)
     except AccountingError as error:
         return None, f"It has no bound for this run: {error}"
-    found.epsilons[accountant] = value
-    return True, (
-        f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}{found.secrecy}"
-    )
+    at = f"of one {plan.unit} at delta = {plan.delta:g}{found.secrecy}"
+    return True, f"epsilon = {value:.4f} {at}"
 
 
-def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+def _agreement(found: Verification, plan: PrivacyPlan) -> Result:
     """PLD is within a few percent of the truth, which RDP bounds from above."""
-    if not found.epsilons:
-        return False, "No accountant has a bound for these releases."
     if len(found.epsilons) < 2:
-        return None, "There is one opinion only."
+        return (None if found.epsilons else False), f"{len(found.epsilons)} of them has a bound."
     pld, rdp = found.epsilons["pld"], found.epsilons["rdp"]
     if pld > 1.05 * rdp + 1e-6:
         return False, f"PLD says {pld:.4f} where at most {rdp:.4f} was spent, by RDP."
     return True, f"{pld:.4f} by PLD, at most {rdp:.4f} by RDP"
 
 
-def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+def _target(found: Verification, plan: PrivacyPlan) -> Result:
     if plan.target_epsilon is None:
         return None, "The plan names none."
-    own = found.records[0].get("accountant")
-    spent = found.epsilons.get(str(own), found.epsilon)
+    spent = found.epsilons.get(empty_account(plan).name, found.epsilon)
     passed = spent <= plan.target_epsilon * (1 + _SLACK)
     return passed, f"{spent:.4f} spent of {plan.target_epsilon:g}"
 
 
-def _checks(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+def _checks(found: Verification, plan: PrivacyPlan) -> Result:
     checks = [record for record in found.records if "check" in record]
-    failed = [check for check in checks if "failed" in check]
-    if failed:
-        since = failed[0]["failed"]["last_passed"]
-        return False, (
-            f"A check failed at step {failed[0]['check']} (relative error "
-            f"{failed[0]['failed']['relative_error']}): the gradients are not vouched for "
-            f"{'from the beginning' if since is None else f'since step {since}'}."
-        )
-    rates = [float(rate) for rate in found.notes("checks")]
+    rates = [float(value) for name, value in found.notes if name == "checks"]
+    for check in checks:
+        if "failed" in check:
+            failed, since = check["failed"], check["failed"]["last_passed"]
+            return False, (
+                f"A check failed at step {check['check']} (relative error "
+                f"{failed['relative_error']}): the gradients are not vouched for "
+                f"{'from the beginning' if since is None else f'since step {since}'}."
+            )
     if not rates:
         return None, "The record does not say: a loop of one's own."
     if not all(rates):
         extent = " for a part of the run" if any(rates) else ""
         return None, f"Off (checks=0){extent}: nothing but the rules vouches for the gradients."
     checked = {int(check["check"]) for check in checks}
-    done = (
-        f"{len(checks)} passed, the last at step {max(checked)}" if checks else "none was due yet"
+    last = f"the last at step {max(checked)}" if checks else "none was due yet"
+    return bool(checks) or None, (
+        f"{len(checks)} passed, {last}, at {rates[-1]:.3g} of the steps; "
+        f"{found.num_steps - len(checked)} steps were not checked"
     )
-    unchecked = found.num_steps - len(checked)
-    told = f"{done}, at {rates[-1]:.3g} of the steps; {unchecked} steps were not checked"
-    return bool(checks) or None, told
 
 
-def _warnings(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Notes that are no numbers of the run: what a check could not see, what looked suspicious."""
-    known = ("unprotected", "checks", "views")
-    noted = [record["note"] for record in found.records if "note" in record]
-    told = [f"{name}: {facts[name]}" for facts in noted for name in facts if name not in known]
+def _notes(found: Verification, plan: PrivacyPlan) -> Result:
+    """What a check could not see, what looked suspicious, what epsilon does not cover."""
+    told = [f"{name}: {value}" for name, value in found.notes if name not in _NUMBERS]
+    if found.unprotected:
+        told.append(f"epsilon does not cover {', '.join(found.unprotected)}, which were logged")
     return (None, "; ".join(told)) if told else (True, "none")
 
 
-def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
+def _seed(found: Verification, plan: PrivacyPlan) -> Result:
     if plan.seed is None:
         return True, "fresh bits of the operating system for each release, stored nowhere"
     return False, (
@@ -326,33 +306,16 @@ def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
     )
 
 
-def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    names = found.unprotected
-    if names:
-        return None, f"{', '.join(names)} were logged: epsilon does not cover them."
-    return True, "none in a run log; what a loop printed is not on record"
-
-
-def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    if plan.noise == "secure":
-        return True, "cryptographic generator, public grid"
-    return None, (
-        f"noise={plan.noise!r} is float32 from a statistical generator: no proof holds for its "
-        "last bits; use noise='secure' where an attacker sees the released numbers."
-    )
-
-
-_CHECKS: dict[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, str]]] = {
+_NUMBERS = ("unprotected", "checks", "views")  # notes that other findings tell
+_CHECKS: dict[str, Callable[[Verification, PrivacyPlan], Result]] = {
     "last line is whole": _last_line,
     "record covers the plan": _coverage,
     "segments": _segments,
-    "epsilon by PLD": lambda found, plan: _epsilon(found, plan, "pld"),
-    "epsilon by RDP": lambda found, plan: _epsilon(found, plan, "rdp"),
+    "epsilon by PLD": partial(_epsilon, accountant="pld"),
+    "epsilon by RDP": partial(_epsilon, accountant="rdp"),
     "accountants agree": _agreement,
     "epsilon is within its target": _target,
     "exactness was checked": _checks,
-    "notes": _warnings,
+    "notes": _notes,
     "noise is secret": _seed,
-    "unprotected numbers": _unprotected,
-    "noise source": _noise,
 }

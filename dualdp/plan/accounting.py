@@ -1,43 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run costs: epsilon of its steps and segments, calibration, and the step that ends it.
 
-    spent = spent_by(plan.cost(), [Segment(0, 400), Segment(300, 900)])   # resumed at step 300
+    spent = spent_by(plan, [Segment(0, 400), Segment(300, 900)])   # resumed at step 300
     spent.get_epsilon(delta=plan.delta)
 
-Every function takes a `Cost`, plain data. A segment is what one process released without a break:
-steps that run again after a resume are further releases of another segment (docs/accounting.md,
-2.13).
+Every function takes a `Cost`, plain data, which a `PrivacyPlan` extends. A segment is what one
+process released without a break: steps that run again after a resume are further releases of
+another segment (docs/accounting.md, 2.13).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dualdp import accountants, mechanisms
+from dualdp import _validate, accountants, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.accountants.base import Accountant
 from dualdp.accountants.search import check_target, smallest_scale
 from dualdp.mechanisms import BallsInBinsGaussian, Gaussian, PoissonSubsampledGaussian
-from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums
-from dualdp.plan.correlated.strategies import Strategy, identity
-from dualdp.plan.cost import Cost
-from dualdp.plan.schedules import AdaptiveNorm, Constant, settles_at, values_at
+from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums, squared_sensitivity
+from dualdp.plan.correlated.strategies import Band, Strategy, identity
+from dualdp.plan.schedules import AdaptiveNorm, Constant, Scheduled, values_at
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
+Vector = NDArray[np.float64]
 #: Independent releases and their numbers, with the noise multiplier divided by the plan's.
 Event = Gaussian | PoissonSubsampledGaussian | BallsInBinsGaussian
 Releases = tuple[tuple[Event, int], ...]
+#: Samplers accounted by whole passes, in which noise and batch size must not change.
+WHOLE_PASS = ("balls_in_bins", "shuffle", "cyclic_poisson", "fixed_order")
+#: Samplers whose runs are accounted as a whole, whatever their noise.
+PATTERNED = ("cyclic_poisson", "fixed_order")
+#: Samplers that correlated noise can go with: a unit's participations are far apart.
+SEPARATED = (*PATTERNED, "balls_in_bins")
+#: C of independent noise.
+INDEPENDENT = identity()
+#: Largest weight of earlier noise, in units of the step's own, which float32 must not round away.
+_MOST_GROWTH = 2.0**10
+#: Most steps of which a schedule is evaluated.
+MOST_TABULATED = 10**7
+#: Steps ahead within which the end of an open-ended run is searched.
 _MOST_STEPS = 1 << 40
-#: Most steps that are tabulated for a schedule that never becomes constant.
-_MOST_TABULATED = 10**7
-#: Steps ahead within which the end of an open-ended run with such a schedule is searched.
-_HORIZON = 1 << 10
 #: Sensitivity of the count of an adaptive bound, in which an example counts 1/2 or -1/2, relative
 #: to that of the gradient sum in units of C. Under "replace" the accountant doubles both. Under
 #: "zero_out" the zeroed example is still counted, with norm 0, below every bound.
@@ -45,6 +57,219 @@ _COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
 _ROUNDING = 1 + 1e-12
 #: A finer split of the bins is tried where it lowers what they have in common by this factor.
 _LOWER = 0.9
+
+
+def num_batches(num_examples: int, expected_batch_size: float) -> int:
+    """Return the batches of one pass over the data: ceil(num_examples / expected_batch_size)."""
+    return max(1, math.ceil(num_examples / expected_batch_size - 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Settings that decide what a run draws and costs; fields as in `PrivacyPlan`."""
+
+    num_examples: int
+    expected_batch_size: Scheduled
+    num_steps: int | None
+    noise_multiplier: Scheduled
+    max_grad_norm: Scheduled | Mapping[str, float]
+    delta: float
+    sampler: str = "poisson"
+    neighboring_relation: str = "add_or_remove"
+    noise: str = "fast"
+    accountant: str = "pld"
+    max_batch_size: int | None = None
+    target_epsilon: float | None = None
+    correlation: Strategy | None = None
+    min_separation: int | None = None
+    epochs_per_assignment: int | None = None
+    seed: int | None = None
+
+    def noise_multiplier_at(self, step: int) -> float:
+        """Return noise standard deviation / max_grad_norm at a step."""
+        return self._at("noise_multiplier", step)
+
+    def expected_batch_size_at(self, step: int) -> float:
+        """Return the divisor of the sum of a step, in examples."""
+        return self._at("expected_batch_size", step)
+
+    def max_grad_norm_at(self, step: int) -> float:
+        """Return C at a step, gradient units."""
+        return self._at("max_grad_norm", step)
+
+    def _at(self, name: str, step: int) -> float:
+        """Scheduled value at a step, checked: an open-ended schedule may leave its range."""
+        schedule = getattr(self, name)
+        if type(step) is not int or step < 0:  # asked several times a step
+            step = _validate.integer("step", step)
+        if isinstance(schedule, Constant):
+            return float(schedule)
+        return float(values_at(name, schedule, step, self.num_examples))
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if max_grad_norm is learned during the run."""
+        return isinstance(self.max_grad_norm, AdaptiveNorm)
+
+    @cached_property
+    def is_correlated(self) -> bool:
+        """True if the noises of two steps are not independent."""
+        return self.strategy != INDEPENDENT
+
+    @cached_property
+    def is_patterned(self) -> bool:
+        """True if the steps of a segment can only be accounted together."""
+        return self.sampler in PATTERNED or self.is_correlated
+
+    @cached_property
+    def separation(self) -> int:
+        """Number of steps from one participation of a unit to its next."""
+        if self.sampler == "cyclic_poisson":
+            return self.min_separation or 1
+        return num_batches(self.num_examples, self.expected_batch_size_at(0))
+
+    @cached_property
+    def kept_epochs(self) -> int:
+        """Passes for which balls-in-bins keeps an assignment."""
+        if self.sampler == "balls_in_bins" and self.is_correlated:
+            return max(1, -(-(self.num_steps or 0) // self.separation))
+        return self.epochs_per_assignment or 1
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """C of the correlated noise; the identity for independent noise."""
+        return self.correlation or INDEPENDENT
+
+    @cached_property
+    def column(self) -> Vector:
+        """(num_steps,) first column of C."""
+        return self.strategy.strategy(self.num_steps or 0)
+
+    @cached_property
+    def rows(self) -> Vector:
+        """(num_steps,) what a unit of the first batch adds to the rows of |C| G."""
+        gap, n = min(self.separation, len(self.column)), len(self.column)
+        return column_sums(np.abs(self.column), gap, -(-n // gap)) if n else self.column
+
+    @cached_property
+    def squared_sensitivity(self) -> float:
+        """Square of the L2 sensitivity of the whole run to a unit that joins every gap-th step."""
+        gap, n = min(self.separation, len(self.column)), len(self.column)
+        return squared_sensitivity(self.column, gap, -(-n // gap), "fixed") if n else 0.0
+
+    @cached_property
+    def sensitivity(self) -> float:
+        """s: the standard deviation of z is noise_multiplier x s x max_grad_norm."""
+        if not self.is_patterned:
+            return 1.0
+        if self.sampler == "fixed_order":
+            return math.sqrt(self.squared_sensitivity)
+        return math.sqrt(float(self.column @ self.column))
+
+    def check(self) -> None:
+        """Raise a ValueError on settings for which no cost is proved."""
+        self._check_sampler()
+        if self.is_correlated:
+            self._check_correlation()
+        if self.is_patterned and self.num_steps is None:
+            raise ValueError(
+                "num_steps is None, but a run with correlated noise or fixed batches is accounted "
+                "as a whole. Expected a number of steps."
+            )
+        sizes = self.noise_multiplier, self.expected_batch_size
+        has_end = self.num_steps is not None or all(isinstance(v, Constant) for v in sizes)
+        if self.target_epsilon is not None and not has_end:
+            raise ValueError(
+                "target_epsilon came with a schedule and num_steps=None, so that the last step is "
+                "not known. Expected num_steps= or epochs=."
+            )
+        if self.is_adaptive and self.is_patterned:
+            raise ValueError(
+                f"max_grad_norm is an AdaptiveNorm with sampler={self.sampler!r}. Expected a "
+                "number: the counts that it releases are not accounted together with such a run."
+            )
+        epochs = self.epochs_per_assignment
+        if epochs is not None and self.sampler != "balls_in_bins":
+            raise ValueError(
+                f"epochs_per_assignment={epochs} with sampler={self.sampler!r}. Expected it with "
+                "sampler='balls_in_bins'."
+            )
+        if epochs is not None and self.is_correlated and epochs < self.kept_epochs:
+            raise ValueError(
+                f"epochs_per_assignment={epochs} with a correlation, for which an assignment is "
+                "kept for all epochs. Expected None."
+            )
+
+    def _check_sampler(self) -> None:
+        """Check sizes and schedules against the sampler."""
+        sampler, classes, size = self.sampler, self.min_separation, self.expected_batch_size_at(0)
+        if (self.max_batch_size is not None) != (sampler == "truncated_poisson"):
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} with sampler={sampler!r}. Expected it with "
+                "sampler='truncated_poisson', and only there."
+            )
+        for name in ("noise_multiplier", "expected_batch_size"):
+            if sampler in WHOLE_PASS and not isinstance(getattr(self, name), Constant):
+                raise ValueError(
+                    f"{name} follows a schedule, but sampler={sampler!r} is accounted by whole "
+                    "passes. Expected a number, or sampler='poisson'."
+                )
+        is_constant = isinstance(self.expected_batch_size, Constant)
+        if sampler == "fixed_size" and not (is_constant and size.is_integer()):
+            raise ValueError(
+                f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
+            )
+        if sampler == "cyclic_poisson":
+            if classes is None:
+                raise ValueError(
+                    "sampler='cyclic_poisson' came without min_separation. Expected the number of "
+                    "classes, each of which joins every min_separation-th step."
+                )
+            if classes * size > self.num_examples:
+                raise ValueError(
+                    f"min_separation={classes} classes with expected_batch_size={size} need "
+                    f"{classes * size:g} examples, but num_examples={self.num_examples}. Expected "
+                    "fewer classes, or smaller batches."
+                )
+        elif classes is not None and (sampler not in SEPARATED or classes != self.separation):
+            raise ValueError(
+                f"min_separation={classes} with sampler={sampler!r}. Expected it with "
+                "sampler='cyclic_poisson'; elsewhere it follows from the batch size."
+            )
+
+    def _check_correlation(self) -> None:
+        """Check what correlated noise goes with."""
+        strategy, gap = self.strategy, self.separation
+        if self.sampler not in SEPARATED:
+            raise ValueError(
+                f"correlation with sampler={self.sampler!r}, under which an example may join any "
+                f"steps. Expected one of {', '.join(SEPARATED)}."
+            )
+        if self.noise == "secure":
+            raise ValueError(
+                "correlation with noise='secure': no bound is proved for correlated noise on the "
+                "grid. Expected noise='fast' or 'portable'."
+            )
+        weights = np.abs(strategy.inverse(max(self.num_steps or 0, 1)))
+        if not weights.max() <= _MOST_GROWTH * weights[0]:
+            raise ValueError(
+                f"correlation={strategy!r:.80} takes back noise with weights up to "
+                f"{weights.max() / weights[0]:.3g} times that of the step's own, which float32 "
+                f"would round away. Expected at most {_MOST_GROWTH:g}: a C whose entries fall off."
+            )
+        if not isinstance(self.max_grad_norm, Constant):
+            raise ValueError(
+                "max_grad_norm changes during the run, but a correlated noise takes back noise "
+                "that an earlier one scaled. Expected a number, or no correlation."
+            )
+        bands = len(strategy.weights) if isinstance(strategy, Band) else None
+        if self.sampler == "cyclic_poisson" and (bands is None or bands > gap):
+            raise ValueError(
+                f"correlation has {f'{bands} bands' if bands else 'no band'}, and "
+                f"sampler='cyclic_poisson' with min_separation={gap} is accounted for "
+                "dualdp.correlated.band of at most that many. Expected such a band, more classes, "
+                "or sampler='fixed_order'."
+            )
 
 
 @dataclass(frozen=True)
@@ -80,25 +305,25 @@ def spent_by(cost: Cost, segments: Sequence[Segment]) -> Accountant:
 
     Source: composition of adaptively chosen mechanisms; docs/accounting.md, 2.13.
     """
-    spent = empty_account(cost)
-    if cost.is_patterned:
-        for segment in segments:
+    spent, counts = empty_account(cost), Counter[tuple[float, float]]()
+    for segment in segments:
+        start, stop, scale = segment.start, segment.stop, segment.noise_scale
+        if cost.is_patterned:
             for event, count in _cheapest(cost, segment):
                 spent.compose(event, count)
-    elif cost.sampler in ("balls_in_bins", "shuffle"):
-        for segment in segments:
-            for steps in _by_passes(cost, segment):
+        elif cost.sampler in ("balls_in_bins", "shuffle"):
+            # A pass or assignment that a segment begins in its middle is one more, counted whole.
+            first = min(-start % (cost.separation * cost.kept_epochs), stop - start)
+            of_step = mechanisms.event(**release(cost, 0, scale))
+            for steps in filter(None, (first, stop - start - first)):
                 part = empty_account(cost)
-                _compose(part, cost, segment.noise_scale * cost.noise_multiplier_at(0), steps)
+                part.compose(of_step, steps)
                 spent.merge(part)
-    else:
-        counts: dict[tuple[float, float], int] = {}
-        for segment in segments:
-            for noise, size, count in stretches(cost, segment.start, segment.stop):
-                setting = segment.noise_scale * noise, size
-                counts[setting] = counts.get(setting, 0) + count
-        for (noise, size), count in counts.items():
-            _compose(spent, cost, noise, count, size)
+        else:
+            for noise, size, count in stretches(cost, start, stop):
+                counts[scale * noise, size] += count
+    for (noise, size), count in counts.items():
+        spent.compose(mechanisms.event(**_event(cost, noise, size)), count)
     return spent
 
 
@@ -107,28 +332,7 @@ def empty_account(cost: Cost) -> Accountant:
     return accountants.create(cost.accountant, neighboring_relation=cost.neighboring_relation)
 
 
-def _compose(
-    spent: Accountant, cost: Cost, noise: float, count: int, size: float | None = None
-) -> None:
-    """Add `count` releases with one noise multiplier and expected batch size."""
-    event = _event(cost, noise, cost.expected_batch_size_at(0) if size is None else size)
-    if cost.sampler == "shuffle":  # B / n would count a batch less where B does not divide n
-        event["sample_rate"] = 1 / cost.separation
-    spent.compose(mechanisms.event(**event), count)
-
-
-def _by_passes(cost: Cost, segment: Segment) -> list[int]:
-    """Numbers of steps of a segment before and after the first pass (assignment) that ends in it.
-
-    A pass that the segment begins in its middle is one more pass, for which the accountant counts a
-    whole one.
-    """
-    length = cost.separation * cost.kept_epochs
-    first = min(-segment.start % length, segment.stop - segment.start)
-    return [steps for steps in (first, segment.stop - segment.start - first) if steps]
-
-
-def release(cost: Cost, step: int, noise_scale: float = 1.0) -> dict[str, float | int | str]:
+def release(cost: Cost, step: int, noise_scale: float = 1.0) -> dict[str, Any]:
     """Return what the record of a release holds, by argument name of `Accountant.step`."""
     noise = noise_scale * cost.noise_multiplier_at(step)
     return _event(cost, noise, cost.expected_batch_size_at(step))
@@ -136,9 +340,11 @@ def release(cost: Cost, step: int, noise_scale: float = 1.0) -> dict[str, float 
 
 def _event(cost: Cost, noise_multiplier: float, size: float) -> dict[str, Any]:
     """Arguments of `Accountant.step` for one release."""
+    # Of a shuffled pass B / n would count a batch less where B does not divide n.
+    rate = 1 / cost.separation if cost.sampler == "shuffle" else size / cost.num_examples
     event: dict[str, Any] = {
         "noise_multiplier": accounted_noise(cost, noise_multiplier, size),
-        "sample_rate": size / cost.num_examples,
+        "sample_rate": rate,
         "sampler": cost.sampler,
     }
     if cost.sampler == "truncated_poisson":
@@ -159,7 +365,7 @@ def accounted_noise(cost: Cost, noise_multiplier: float, expected_batch_size: fl
     """
     if cost.noise == "secure":
         noise_multiplier = accounted_noise_multiplier(noise_multiplier)
-    if not isinstance(cost.max_grad_norm, AdaptiveNorm):
+    if not cost.is_adaptive:
         return noise_multiplier
     precision = math.inf if noise_multiplier < 1e-150 else noise_multiplier**-2.0
     precision += count_noise(cost, expected_batch_size) ** -2.0
@@ -179,32 +385,24 @@ def count_noise(cost: Cost, expected_batch_size: float) -> float:
 
 
 def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int]]:
-    """Return distinct (noise_multiplier, expected_batch_size, count) of steps start .. stop - 1.
-
-    Raises:
-        ValueError: a value is out of range, or a schedule never settles within the steps.
-    """
+    """Return distinct (noise_multiplier, expected_batch_size, count) of steps start .. stop - 1."""
+    noise, size = cost.noise_multiplier, cost.expected_batch_size
     if stop <= start:
         return []
-    schedules = noise, size = cost.noise_multiplier, cost.expected_batch_size
     if isinstance(noise, Constant) and isinstance(size, Constant):
         return [(float(noise), float(size), stop - start)]
-    settled = max(start, *(settles_at(schedule) for schedule in schedules))
-    tail = stop if settled >= stop else int(settled)
-    if tail - start > _MOST_TABULATED:
+    if stop - start > MOST_TABULATED:
         raise ValueError(
-            f"{stop} steps of a schedule that changes at every step can't be accounted at once. "
-            f"Expected at most {_MOST_TABULATED}, or a schedule that settles, such as 'linear'."
+            f"{stop} steps of a schedule can't be accounted at once. Expected at most "
+            f"{MOST_TABULATED}."
         )
-    index = np.arange(start, tail + (stop > tail))  # includes one of the steps with constant values
-    noises = values_at("noise_multiplier", noise, index, cost.num_examples)
-    sizes = values_at("expected_batch_size", size, index, cost.num_examples)
-    counts = np.ones(index.size, dtype=np.int64)
-    counts[tail - start :] = stop - tail
-    pairs, index_of = np.unique(noises + 1j * sizes, return_inverse=True)
-    totals = np.zeros(pairs.size, dtype=np.int64)
-    np.add.at(totals, index_of, counts)
-    return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), totals.tolist(), strict=True)]
+    steps = np.arange(start, stop)
+    noises, sizes = (
+        values_at(name, getattr(cost, name), steps, cost.num_examples)
+        for name in ("noise_multiplier", "expected_batch_size")
+    )
+    found, counts = np.unique(noises + 1j * sizes, return_counts=True)
+    return [(p.real, p.imag, n) for p, n in zip(found.tolist(), counts.tolist(), strict=True)]
 
 
 def calibrated_noise(cost: Cost, target_epsilon: float) -> float:
@@ -212,9 +410,8 @@ def calibrated_noise(cost: Cost, target_epsilon: float) -> float:
 
     `cost` is that of the plan with noise multiplier 1.
     """
-    if cost.num_steps is None:
-        raise ValueError("num_steps is None. Expected a number of steps to calibrate for.")
-    return _scale_within(cost, [], 0, cost.num_steps, target_epsilon)
+    steps = _validate.integer("num_steps", cost.num_steps, minimum=1)
+    return _scale_within(cost, [], 0, steps, target_epsilon)
 
 
 def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> float:
@@ -231,16 +428,11 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
 
     Raises:
         AccountingError: what is on record has spent the target.
-        ValueError: the plan is open-ended.
+        TypeError: the plan is open-ended.
     """
-    if cost.num_steps is None:
-        raise ValueError(
-            "num_steps is None, so it is not known how many steps are left. Expected a plan with a "
-            "number of steps to recalibrate."
-        )
-    target = cost.target_epsilon or epsilon(cost, [Segment(0, cost.num_steps)])
-    planned = [*segments, Segment(position, cost.num_steps)]
-    if position >= cost.num_steps or epsilon(cost, planned) <= target:
+    end = _validate.integer("num_steps", cost.num_steps)
+    target = cost.target_epsilon or epsilon(cost, [Segment(0, end)])
+    if position >= end or epsilon(cost, [*segments, Segment(position, end)]) <= target:
         return 1.0
     spent = epsilon(cost, segments)
     if spent >= target:
@@ -248,7 +440,7 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
             f"The releases on record have spent epsilon={spent:.6g} and the target is "
             f"{target:.6g}, so no noise makes room for further steps. Expected a larger target."
         )
-    return max(1.0, _scale_within(cost, segments, position, cost.num_steps, target))
+    return max(1.0, _scale_within(cost, segments, position, end, target))
 
 
 def _scale_within(
@@ -256,7 +448,7 @@ def _scale_within(
 ) -> float:
     """Smallest noise scale found with which the steps start .. stop - 1 fit the target too."""
     check_target(target, cost.delta)
-    if isinstance(cost.max_grad_norm, AdaptiveNorm):
+    if cost.is_adaptive:
         largest = epsilon(cost, [*segments, Segment(start, stop, math.inf)])
         if largest > target:
             counts = min(count_noise(cost, size) for _, size, _ in stretches(cost, start, stop))
@@ -277,7 +469,7 @@ def epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
     return spent_by(cost, segments).get_epsilon(delta=cost.delta)
 
 
-def last_affordable(cost: Cost, segments: Sequence[Segment]) -> tuple[int | None, float]:
+def last_affordable(cost: Cost, segments: Sequence[Segment]) -> int | None:
     """Return the first step that may not run: the end of the plan or of its target epsilon.
 
     Args:
@@ -285,37 +477,25 @@ def last_affordable(cost: Cost, segments: Sequence[Segment]) -> tuple[int | None
         segments: of the run; the last one goes on.
 
     Returns:
-        `(end, horizon)`; end is None if there is none before the step `horizon`, at which the
-        search must be repeated.
+        The step; None for a run without end.
     """
-    target, (*before, last) = cost.target_epsilon, segments
-    position = last.stop
+    target, end, (*before, last) = cost.target_epsilon, cost.num_steps, segments
     if target is None:
-        return cost.num_steps, math.inf
+        return end
 
     def affords(stop: int) -> bool:
-        try:
-            return epsilon(cost, [*before, replace(last, stop=stop)]) <= target
-        except (IndexError, ValueError):  # a schedule is out of range by then
-            return False
+        return epsilon(cost, [*before, replace(last, stop=stop)]) <= target
 
-    if cost.num_steps is not None:
-        stop = cost.num_steps
-        end = stop if stop <= position or affords(stop) else _bisect(affords, position, stop)
-        return end, math.inf
-    schedules = cost.noise_multiplier, cost.expected_batch_size
-    settles = all(settles_at(schedule) < math.inf for schedule in schedules)
-    ahead, most = 1, _MOST_STEPS if settles else _HORIZON
-    while affords(position + ahead):
-        if ahead == most:  # end beyond the horizon, or a release without cost
-            return None, position + most if not settles else math.inf
+    good, bad, ahead = last.stop, end, 1
+    if end is not None and (end <= good or affords(end)):
+        return end
+    while bad is None:
+        if not affords(last.stop + ahead):
+            bad = last.stop + ahead
+        elif ahead == _MOST_STEPS:  # releases without a cost
+            return None
         ahead *= 2
-    return _bisect(affords, position, position + ahead), math.inf
-
-
-def _bisect(affords: Callable[[int], bool], good: int, bad: int) -> int:
-    """Largest affordable stop in [good, bad), where `bad` is not affordable."""
-    while bad - good > 1:
+    while bad - good > 1:  # `bad` is not affordable
         middle = (good + bad) // 2
         good, bad = (middle, bad) if affords(middle) else (good, middle)
     return good
@@ -342,13 +522,7 @@ def _cheapest(cost: Cost, segment: Segment) -> Releases:
         except AccountingError:  # this accountant or relation has no bound for them
             return math.inf
 
-    best, least = options[0], math.inf
-    for releases in options if len(options) > 1 else ():
-        if bound(releases[:1]) < least:  # a part costs no more than the whole
-            whole = bound(releases)
-            if whole < least:
-                best, least = releases, whole
-    return best
+    return options[0] if len(options) == 1 else min(options, key=bound)
 
 
 def pattern(cost: Cost, steps: int) -> list[Releases]:
@@ -391,15 +565,13 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
         return [tuple(events)]
     # By |C|, for which the sum over the rows is exact; with negative entries the bound of the whole
     # run, which may be smaller, holds for each of its parts too.
-    total = min(float(cost.squared_rows[:steps].sum()), cost.squared_sensitivity)
+    total = min(float((cost.rows[:steps] ** 2).sum()), cost.squared_sensitivity)
     first: Releases = ((Gaussian(cost.sensitivity / math.sqrt(total)), 1),)
     if cost.sampler != "balls_in_bins":
         return [first]
     stop = min(-(-steps // gap) * gap, cost.num_steps or 0)  # an unfinished pass counts whole
     found = [first]
-    for bins, common, alone in _splits(
-        cost.correlation or identity(), cost.num_steps or 0, gap, stop
-    ):
+    for bins, common, alone in _splits(cost.strategy, cost.num_steps or 0, gap, stop):
         own = BallsInBinsGaussian(cost.sensitivity / math.sqrt(alone), bins), bins
         shared = [(Gaussian(cost.sensitivity / math.sqrt(common)), 1)] if common else []
         found.append((*shared, own))

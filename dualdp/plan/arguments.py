@@ -58,22 +58,21 @@ def plan_of(
         ValueError: an argument beside a plan that holds it, or two that contradict each other.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    if calibrates and (plan is not None or "noise_multiplier" in given):
-        both = {"plan": plan, "noise_multiplier": given.get("noise_multiplier")}
-        came = " and ".join(name for name, value in both.items() if value is not None)
-        raise ValueError(
-            f"{came} came together with target_epsilon. Expected one of the two: {method} finds "
-            "the noise multiplier and makes the plan."
-        )
     unknown = sorted(set(given) - KNOWN)
     if unknown:
         known = sorted(KNOWN.union(also))
         near = get_close_matches(unknown[0], known, n=1)
-        meant = [f"{name} is {ELSEWHERE[name]} here. " for name in unknown if name in ELSEWHERE]
-        hint = f" (did you mean {near[0]}?)" if near and not meant else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        if unknown[0] in ELSEWHERE:
+            hint = f". {unknown[0]} is {ELSEWHERE[unknown[0]]} here"
         raise TypeError(
-            f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. {''.join(meant)}"
-            f"Expected any of {', '.join(known)}."
+            f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. Expected any of "
+            f"{', '.join(known)}."
+        )
+    if calibrates and (plan is not None or "noise_multiplier" in given):
+        raise ValueError(
+            f"{'noise_multiplier' if plan is None else 'plan'} came together with target_epsilon. "
+            f"Expected one of the two: {method} finds the noise multiplier and makes the plan."
         )
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)
@@ -95,12 +94,11 @@ def plan_of(
             f"epochs={epochs} and num_steps={num_steps}. Expected one of the two: how long the run "
             "will be."
         )
-    if calibrates and num_steps is not None:
-        _validate.integer("num_steps", num_steps, minimum=1)
     if epochs is not None:
-        _validate.positive("epochs", epochs)
         num_steps = num_steps_of(
-            epochs=epochs, num_examples=num_examples, batch_size=settings["expected_batch_size"]
+            epochs=_validate.positive("epochs", epochs),
+            num_examples=num_examples,
+            batch_size=settings["expected_batch_size"],
         )
     settings |= {"num_examples": num_examples, "num_steps": num_steps}
     return PrivacyPlan.calibrate(**settings) if calibrates else PrivacyPlan(**settings)
@@ -123,7 +121,8 @@ def _check_plan(
             f"{', '.join(sorted(given))} came together with plan=, which holds such things. "
             "Expected one of the two."
         )
-    if accountant is not None and _name(accountant) != _name(plan.accountant):
+    own = accountants.create(accountant or plan.accountant).name  # "prv" is "pld"
+    if own != accountants.create(plan.accountant).name:
         raise ValueError(
             f"accountant={accountant!r} of the engine beside a plan with accountant="
             f"{plan.accountant!r}. Expected the plan's, or none for the engine."
@@ -134,11 +133,6 @@ def _check_plan(
             "noise='secure'."
         )
     require_bound(plan.accountant)
-
-
-def _name(accountant: str) -> str:
-    """Canonical name of the accountant: "prv" -> "pld"."""
-    return str(accountants.create(accountant).name)
 
 
 def _plan_arguments(

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.cost import HasCost
-from dualdp.plan.samplers import SAMPLERS, Draw
+from dualdp.plan.accounting import Cost
+from dualdp.plan.samplers import RESOLUTION, SAMPLERS
 from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
@@ -28,7 +28,7 @@ _AHEAD = 4  # batches that a loop may draw ahead, when it asks for epsilon
 _MANY = 1000  # steps of batches, of which those on record are then forgotten
 
 
-def drawn_indices(plan: HasCost, bits: SegmentBits, step: int) -> NDArray[np.int64]:
+def drawn_indices(plan: Cost, bits: SegmentBits, step: int) -> NDArray[np.int64]:
     """Draw the logical batch of a step: (k,) increasing int64 indices of examples, or of users.
 
     Args:
@@ -40,29 +40,21 @@ def drawn_indices(plan: HasCost, bits: SegmentBits, step: int) -> NDArray[np.int
         A pure function of (settings, bits, step), the same on every stack and machine.
             [test_seeded_batches]
     """
-    cost = plan.cost()
 
-    def words_at(step: int, stream: int) -> NDArray[np.uint64]:
-        if cost.noise == "secure":
-            return grid_noise.words(bits.bits("sampling", step), cost.num_examples, stream=stream)
-        key = bits.key("sampling", step)
-        key = fold_in(key, stream) if stream else key
-        return threefry.bits(key, cost.num_examples, width=64)
+    def words(at: int, stream: int) -> NDArray[np.uint64]:
+        if plan.noise == "secure":
+            drawn = grid_noise.words(bits.bits("sampling", at), plan.num_examples, stream=stream)
+        else:
+            key = bits.key("sampling", at)
+            key = fold_in(key, stream) if stream else key
+            drawn = threefry.bits(key, plan.num_examples, width=64)
+        return drawn >> np.uint64(64 - RESOLUTION)
 
-    draw = Draw(
-        words_at=words_at,
-        step=step,
-        num_examples=cost.num_examples,
-        expected_batch_size=cost.expected_batch_size_at(step),
-        max_batch_size=cost.max_batch_size,
-        min_separation=cost.min_separation or 1,
-        epochs_per_assignment=cost.kept_epochs,
-    )
-    return SAMPLERS[cost.sampler](draw)
+    return SAMPLERS[plan.sampler](plan, step, words).astype(np.int64, copy=False)
 
 
 def drawn_rows(
-    plan: HasCost,
+    plan: Cost,
     bits: SegmentBits,
     step: int,
     units: NDArray[np.int64],
@@ -86,7 +78,7 @@ def drawn_rows(
             and machine.  [test_rows_of_a_user_do_not_depend_on_the_split, test_seeded_batches]
     """
     rows, owner = users.of(units)
-    if plan.cost().noise == "secure":
+    if plan.noise == "secure":
         count = int(rows.max(initial=-1)) + 1
         words = grid_noise.words(bits.bits("rows", step), count)[rows]
     else:
@@ -126,7 +118,7 @@ def physical_batches(
         yield padded, np.arange(rows) < len(part)
 
 
-def end_of_pass(plan: HasCost, start: int, end: int | None, until: int = 0) -> int:
+def end_of_pass(plan: Cost, start: int, end: int | None, until: int = 0) -> int:
     """Return the step after the last one of a pass: one epoch from `start`, or what is left of it.
 
     An epoch is ceil(num_examples / expected_batch_size) steps, by the size at its first step. `end`
@@ -134,8 +126,7 @@ def end_of_pass(plan: HasCost, start: int, end: int | None, until: int = 0) -> i
     """
     if end is not None and start >= end:
         return start
-    cost = plan.cost()
-    stop = start + math.ceil(cost.num_examples / cost.expected_batch_size_at(start))
+    stop = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
     return min([stop, *(limit for limit in (end, until) if limit is not None and limit > start)])
 
 
@@ -198,14 +189,14 @@ class HandedOut:
                 "record alone, engine.ledger.get_epsilon(delta=...)."
             )
 
-    def warn_of_undrawn(self, plan: HasCost, position: int) -> None:
+    def warn_of_undrawn(self, plan: Cost, position: int) -> None:
         """Warn of releases on record whose batches were not drawn for them."""
         released, drawn = position - (self.begun or 0), self._count
         by_itself = self._first is None and plan.seed is not None  # from plan.batch_indices
         if released > drawn + 1 and not by_itself:
             warnings.warn(
                 f"{released} releases are on record and {drawn} batches were drawn for them: this "
-                f"epsilon is that of sampler={plan.cost().sampler!r}, and holds for no batches "
+                f"epsilon is that of sampler={plan.sampler!r}, and holds for no batches "
                 "that are drawn otherwise or used again. Expected the loader's batches for every "
                 "step that is run.",
                 stacklevel=3,

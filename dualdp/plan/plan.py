@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from dualdp import _validate, accountants, mechanisms
 from dualdp._validate import AccountingError, newer
 from dualdp.plan import accounting, schedules
+from dualdp.plan.accounting import MOST_TABULATED, Cost
 from dualdp.plan.batches import drawn_indices, drawn_rows
 from dualdp.plan.clipping import CLIPPING
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.cost import Cost
 from dualdp.plan.samplers import SAMPLERS
 from dualdp.plan.units import UserRows, user_rows
 from dualdp.randomness import SegmentBits
@@ -29,15 +29,14 @@ from dualdp.randomness.bits import checked_seed
 NOISE = ("fast", "portable", "secure")
 ON_BUDGET = ("raise", "stop")
 UNITS = ("example", "user")
-Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
 _VERSION = 3
-_MOST_STEPS = 10**7
+_BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
+class PrivacyPlan(Cost):
     """Settings that decide what a run draws and what it costs: data, without any secret.
 
     Args:
@@ -88,26 +87,10 @@ class PrivacyPlan:
     Source: Abadi et al. 2016, Algorithm 1.
     """
 
-    num_examples: int
-    expected_batch_size: Scheduled
-    num_steps: int | None
-    noise_multiplier: Scheduled
-    max_grad_norm: Scheduled | Mapping[str, float]
-    delta: float
-    sampler: str = "poisson"
-    neighboring_relation: str = "add_or_remove"
     clipping: str = "flat"
-    noise: str = "fast"
-    accountant: str = "pld"
     physical_batch_size: int | None = None
-    max_batch_size: int | None = None
     group_shares: Mapping[str, float] | None = None
-    target_epsilon: float | None = None
     on_budget: str = "raise"
-    seed: int | None = None
-    correlation: Strategy | None = None
-    min_separation: int | None = None
-    epochs_per_assignment: int | None = None
     unit: str = "example"
     rows_per_unit: int | None = None
 
@@ -115,8 +98,7 @@ class PrivacyPlan:
         put = partial(object.__setattr__, self)
         put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
         if self.num_steps is not None:
-            most = _MOST_STEPS  # the schedules are tabulated
-            put("num_steps", _validate.integer("num_steps", self.num_steps, maximum=most))
+            put("num_steps", _validate.integer("num_steps", self.num_steps, maximum=MOST_TABULATED))
         for name in _SIZES:
             if getattr(self, name) is not None:
                 put(name, _validate.integer(name, getattr(self, name), minimum=1))
@@ -124,7 +106,16 @@ class PrivacyPlan:
         put("max_grad_norm", norm)
         put("group_shares", shares)
         for name in _SCHEDULED:
-            put(name, self._checked_schedule(name, getattr(self, name)))
+            schedule = schedules.as_schedule(name, getattr(self, name), self.num_steps)
+            put(name, schedule)
+            if isinstance(schedule, schedules.AdaptiveNorm) and name != "max_grad_norm":
+                raise ValueError(
+                    f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
+                    "max_grad_norm follows a quantile of the norms."
+                )
+            only_first = isinstance(schedule, schedules.AdaptiveNorm | schedules.Constant)
+            planned = np.arange(1 if only_first or self.num_steps is None else self.num_steps)
+            schedules.values_at(name, schedule, planned, self.num_examples)
         put("delta", _validate.open_probability("delta", self.delta))
         if self.target_epsilon is not None:
             put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
@@ -134,21 +125,6 @@ class PrivacyPlan:
         if self.seed is not None:
             put("seed", checked_seed(self.seed))
         self._check_together()
-
-    def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
-        """Schedule of one setting, with its planned values validated."""
-        schedule = schedules.as_schedule(name, value, self.num_steps)
-        adaptive = isinstance(schedule, schedules.AdaptiveNorm)
-        if adaptive and name != "max_grad_norm":
-            raise ValueError(
-                f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
-                "max_grad_norm follows a quantile of the norms."
-            )
-        constant = isinstance(schedule, schedules.Constant)
-        first_only = adaptive or constant or self.num_steps is None
-        planned = np.arange(1 if first_only else self.num_steps or 0)
-        schedules.values_at(name, schedule, planned, self.num_examples)
-        return schedule
 
     def _check_together(self) -> None:
         """Raise on settings that do not go together, or whose cost is not known."""
@@ -167,19 +143,10 @@ class PrivacyPlan:
                 f"seed={self.seed} with noise='secure'. Expected no seed: noise that anyone can "
                 "draw again can be taken away."
             )
-        cost = self.cost()
-        cost.check()
-        if not (cost.is_patterned and self.sampler == "balls_in_bins"):  # whose bounds take long
-            steps = min(self.num_steps or 0, 1) if cost.is_patterned else 1
-            accounting.spent_by(cost, [accounting.Segment(0, steps)])
-
-    def cost(self) -> Cost:
-        """Return the settings that decide what a run costs; see `dualdp.plan.accounting`."""
-        return self._cost
-
-    @cached_property
-    def _cost(self) -> Cost:
-        return Cost(**{item.name: getattr(self, item.name) for item in fields(Cost)})
+        self.check()
+        if not (self.is_patterned and self.sampler == "balls_in_bins"):  # whose bounds take long
+            steps = min(self.num_steps or 0, 1) if self.is_patterned else 1
+            accounting.spent_by(self, [accounting.Segment(0, steps)])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, without what was computed of them."""
@@ -189,41 +156,15 @@ class PrivacyPlan:
         """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
         return isinstance(getattr(self, name), schedules.Constant)
 
-    def noise_multiplier_at(self, step: int) -> float:
-        """Return noise standard deviation / max_grad_norm at a step."""
-        return self._cost.noise_multiplier_at(step)
-
-    def max_grad_norm_at(self, step: int) -> float:
-        """Return C at a step, gradient units."""
-        return self._cost.max_grad_norm_at(step)
-
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
         if self.group_shares is None:
             return max_grad_norm
         return {group: share * max_grad_norm for group, share in self.group_shares.items()}
 
-    def expected_batch_size_at(self, step: int) -> float:
-        """Return the divisor of the sum of a step, in examples."""
-        return self._cost.expected_batch_size_at(step)
-
     def sample_rate_at(self, step: int) -> float:
         """Return the probability that one example joins the logical batch of a step."""
         return self.expected_batch_size_at(step) / self.num_examples
-
-    @property
-    def sensitivity(self) -> float:
-        """s: how many times more noise z has than noise_multiplier * max_grad_norm.
-
-        For "fixed_order" the L2 sensitivity of the whole run to one example with gradients of norm
-        1; for other samplers the largest column norm of C, 1 for independent noise.
-        """
-        return self._cost.sensitivity
-
-    @property
-    def is_correlated(self) -> bool:
-        """True if the noises of two steps are not independent."""
-        return self._cost.is_correlated
 
     def draw_stddev(self, step: int, max_grad_norm: float) -> float:
         """Return the standard deviation of the z of a step with this bound, gradient units."""
@@ -239,11 +180,6 @@ class PrivacyPlan:
             return drawn
         weights = self.correlation.inverse(step + 1)
         return drawn * math.sqrt(float(weights @ weights))
-
-    @property
-    def is_adaptive(self) -> bool:
-        """True if max_grad_norm is learned during the run."""
-        return isinstance(self.max_grad_norm, schedules.AdaptiveNorm)
 
     @property
     def sample_rate(self) -> float:
@@ -323,7 +259,7 @@ class PrivacyPlan:
             raise ValueError(
                 f"step={step} is past the plan's num_steps={self.num_steps}. Expected at most that."
             )
-        return accounting.epsilon(self._cost, [accounting.Segment(0, step)])
+        return accounting.epsilon(self, [accounting.Segment(0, step)])
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
@@ -342,7 +278,7 @@ class PrivacyPlan:
                 "calibrate finds the noise multiplier."
             )
         draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
-        noise = accounting.calibrated_noise(draft.cost(), target_epsilon)
+        noise = accounting.calibrated_noise(draft, target_epsilon)
         return cls(noise_multiplier=noise, target_epsilon=target_epsilon, **arguments)
 
     def to_json(self) -> str:
@@ -365,26 +301,22 @@ class PrivacyPlan:
         try:
             data = json.loads(text)
             version = data.pop(_FORMAT)
-            if version != _VERSION:
-                raise ValueError(f"its version is {version!r}")
-            for name in _SCHEDULED:
-                data[name] = schedules.from_json(name, data[name])
-            if data["correlation"] is not None:
-                data["correlation"] = strategies.from_json("correlation", data["correlation"])
-            if unknown := set(data) ^ {item.name for item in fields(cls)}:
-                raise ValueError(f"unknown or missing fields {sorted(unknown)}")
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            if isinstance(version, int) and version != _VERSION:
-                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
-            raise ValueError(
-                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
-            ) from error
-        try:
-            return cls(**data)
-        except (ArithmeticError, LookupError) as error:  # of a schedule, at some step
-            raise ValueError(
-                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
-            ) from error
+            if version == _VERSION:
+                for name in _SCHEDULED:
+                    data[name] = schedules.from_json(name, data[name])
+                if data["correlation"] is not None:
+                    data["correlation"] = strategies.from_json("correlation", data["correlation"])
+                if unknown := set(data) ^ {item.name for item in fields(cls)}:
+                    raise ValueError(f"unknown or missing fields {sorted(unknown)}")
+                return cls(**data)
+            found: object = f"its version is {version!r}"
+        except _BROKEN as error:
+            found = error
+        if isinstance(version, int) and version != _VERSION:
+            raise ValueError(newer("The text", "plan", version, _VERSION))
+        raise ValueError(
+            f"The text is not a plan ({found}). Expected what PrivacyPlan.to_json wrote."
+        )
 
 
 def split_bounds(
@@ -399,21 +331,18 @@ def split_bounds(
     """
     if isinstance(max_grad_norm, list | tuple):
         raise TypeError(
-            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, the "
-            "bound C of an example's whole gradient (of a list, the root of the sum of squares); "
-            "clipping='per_layer' gives each group an equal share, or takes a mapping from group "
-            "to bound."
+            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, C of an "
+            "example's whole gradient (of a list, the root of the sum of squares), of which "
+            "clipping='per_layer' gives each group an equal share; or a mapping group -> bound."
         )
     if not isinstance(max_grad_norm, Mapping) and shares is None:
         return max_grad_norm, None
-    if clipping != "per_layer":
+    both = isinstance(max_grad_norm, Mapping) and shares is not None
+    if clipping != "per_layer" or both:
+        also = " and group_shares=" if both else ""
         raise ValueError(
-            f"Bounds of groups came with clipping={clipping!r}. Expected one max_grad_norm, or "
-            "clipping='per_layer'."
-        )
-    if isinstance(max_grad_norm, Mapping) and shares is not None:
-        raise ValueError(
-            "max_grad_norm is a mapping and group_shares came too. Expected one of the two."
+            f"Bounds of groups came with clipping={clipping!r}{also}. Expected one max_grad_norm; "
+            "or, with clipping='per_layer', a mapping or group_shares."
         )
     name = "max_grad_norm" if shares is None else "group_shares"
     given = max_grad_norm if shares is None else shares

@@ -42,14 +42,9 @@ class Constant(float):
         """Return the number, checked."""
         return super().__new__(cls, _validate.real("value", value))
 
-    @property
-    def value(self) -> float:
-        """The number, as a plain float."""
-        return float(self)
-
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
-        return np.full(np.shape(steps), self.value, dtype=np.float64)
+        return np.full(np.shape(steps), float(self))
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,8 @@ class Step(_Checked):
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
-        return _power(self.initial, self.factor, times)
+        with np.errstate(over="ignore", under="ignore"):
+            return np.asarray(self.initial * self.factor**times)
 
 
 @dataclass(frozen=True)
@@ -106,13 +102,7 @@ class Exponential(_Checked):
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
-        return _power(self.initial, self.rate, np.asarray(steps, dtype=np.float64))
-
-
-def _power(initial: float, base: float, exponent: Values) -> Values:
-    """`initial * base ** exponent`, inf on overflow."""
-    with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(initial * base**exponent)
+        return Step(self.initial, self.rate, 1).at(steps)
 
 
 @dataclass(frozen=True)
@@ -167,8 +157,7 @@ class Table:
                 f"step {int(index.max())} is past the schedule's {len(self.values)} steps. "
                 "Plan more steps."
             )
-        taken: Values = np.asarray(self.values, dtype=np.float64)[index]
-        return taken
+        return np.asarray(np.asarray(self.values, dtype=np.float64)[index])
 
 
 @dataclass(frozen=True)
@@ -243,6 +232,8 @@ class AdaptiveNorm(_Checked):
         return bound * math.exp(-self.learning_rate * (noisy_fraction - self.quantile))
 
 
+#: What a setting of a plan may be given as.
+Scheduled = float | Schedule | Callable[[int], float]
 SCHEDULES: dict[str, type[Any]] = {
     "constant": Constant,
     "step": Step,
@@ -256,59 +247,40 @@ SCHEDULES: dict[str, type[Any]] = {
 _NAMES = {kind: name for name, kind in SCHEDULES.items()}
 
 
-def as_schedule(
-    name: str, value: float | Schedule | Callable[[int], float], num_steps: int | None
-) -> Schedule:
+def as_schedule(name: str, value: Scheduled, num_steps: int | None) -> Schedule:
     """Return a schedule for a number, a schedule, or a callable, which is tabulated now."""
     if type(value) in _NAMES:
         return value  # type: ignore[return-value]
-    if callable(value):
-        if num_steps is None:
-            raise ValueError(
-                f"{name} is a callable and num_steps is None. Expected num_steps (of an engine, or "
-                "epochs), so that the schedule can be tabulated and accounted; or one of "
-                f"{', '.join(SCHEDULES)}."
-            )
-        _validate.takes(name, value, "(step)", 0)
-        return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
-    return Constant(_validate.real(name, value))
+    if not callable(value):
+        return Constant(_validate.real(name, value))
+    if num_steps is None:
+        raise ValueError(
+            f"{name} is a callable and num_steps is None. Expected num_steps (of an engine, or "
+            f"epochs), so that it can be tabulated; or one of {', '.join(SCHEDULES)}."
+        )
+    _validate.takes(name, value, "(step)", 0)
+    return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
 
 
-def values_at(name: str, schedule: Schedule, steps: NDArray[np.int64], num_examples: int) -> Values:
-    """Return the values of a setting of a plan at (m,) steps.
+def values_at(name: str, schedule: Schedule, steps: ArrayLike, num_examples: int) -> Values:
+    """Return the values of a setting of a plan at some steps, shape of `steps`.
 
     Raises:
         ValueError: one is out of range; the first such step is named.
     """
     values = np.asarray(schedule.at(steps), dtype=np.float64)
-    low = values >= 0 if name == "noise_multiplier" else values > 0
-    possible = low & np.isfinite(values)
     most = num_examples if name == "expected_batch_size" else math.inf
-    wrong = np.flatnonzero(~(possible & (values <= most)))
-    if not wrong.size:
-        return values
-    first, is_constant = int(wrong[0]), isinstance(schedule, Constant)
-    named = f"{name}={values[first]}{'' if is_constant else f' at step {steps[first]}'}"
-    if possible[first]:
+    low = values >= 0 if name == "noise_multiplier" else values > 0
+    wrong = np.flatnonzero(~(low & np.isfinite(values) & (values <= most)))
+    if wrong.size:
+        at_step = "" if isinstance(schedule, Constant) else f" at step {np.ravel(steps)[wrong[0]]}"
+        least = ">= 0" if name == "noise_multiplier" else "> 0"
+        limit = "" if most == math.inf else f", at most num_examples={most}"
         raise ValueError(
-            f"{named} exceeds num_examples={num_examples}. Expected at most the whole data set."
+            f"{name}={values.flat[wrong[0]]}{at_step} is out of range. Expected a finite number "
+            f"{least}{limit}."
         )
-    least = ">= 0" if name == "noise_multiplier" else "> 0"
-    end = "" if is_constant else "; end the run or the change of the schedule before that step"
-    raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
-
-
-def settles_at(schedule: Schedule) -> float:
-    """Return the first step from which the value is constant; inf if there is none.
-
-    >>> settles_at(Warmup(Linear(1.0, 2.0, over=10), over=3))
-    10.0
-    """
-    if isinstance(schedule, Warmup):
-        return max(float(schedule.over), settles_at(schedule.then))
-    if isinstance(schedule, Linear):
-        return float(schedule.over)
-    return 0.0 if isinstance(schedule, Constant) else math.inf
+    return values
 
 
 def to_json(schedule: Schedule) -> float | dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dualdp.checkpoint import RUN
 from dualdp.porting import optimizer_state, parameter_map
-from dualdp.porting.matching import Mapped, match
+from dualdp.porting.matching import Mapped, Matcher
 from dualdp.porting.parameter_map import ParameterMap
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -27,25 +27,23 @@ def to_jax(
     `wanted` has the (shape, dtype) of every leaf of the state to fill: "params/<path>" and
     "optimizer/<path>", keys joined by ".", in the order of its leaves; `mapping` see `port.match`.
     """
-    views = document["settings"].get("views", 1)
-    if views > 1:
-        raise ValueError(
-            f"The run averages views={views} of each example, drawn by torch's generators. "
-            "Expected to go on with it in torch; JAX would draw others."
-        )
     values = _wide(arrays, document, wanted)
     shapes = {name: array.shape for name, array in values.items()}
     maps = _match(document, shapes, _below(wanted, "params/"), mapping)
     named = _below(values, "params/") | _below(values, "buffers/")
-    ported = parameter_map.to_jax(maps, named)
     state = optimizer_state.TorchState.of(
         _below(values, "optimizer/"), document["optimizer"], document["trained"]
     )
     slots = {path: shape for path, (shape, _) in _below(wanted, "optimizer/", "/").items()}
-    steps = int(document["position"])
-    converted = optimizer_state.to_jax(state, maps, slots, steps)
-    found = {f"params/{path.replace('/', '.')}": array for path, array in ported.items()}
-    found |= {f"optimizer/{path.replace('/', '.')}": a for path, a in converted.items()}
+    ported = {
+        "params": parameter_map.to_jax(maps, named),
+        "optimizer": optimizer_state.to_jax(state, maps, slots, int(document["position"])),
+    }
+    found = {
+        f"{part}/{path.replace('/', '.')}": array
+        for part, several in ported.items()
+        for path, array in several.items()
+    }
     described = {
         "stack": "jax",
         "settings": {"views": 1, "checks": document["settings"]["checks"]},
@@ -69,12 +67,6 @@ def to_torch(
     "buffers/<name>", to be filled; `like` is the document of a checkpoint of the torch model, of
     which "layout", "trained" and "optimizer" are read; `mapping` see `port.match`.
     """
-    views = document["settings"].get("views", 1)
-    if views > 1:
-        raise ValueError(
-            f"The run averages views={views} of each example, drawn by JAX. Expected "
-            "to go on with it there; torch would draw others."
-        )
     values = _wide(arrays, document, wanted)
     leaves = {name: (values[f"params/{name}"].shape, "") for name in document["parameters"]}
     shapes = {name: shape for name, (shape, _) in wanted.items()}
@@ -91,14 +83,9 @@ def to_torch(
             "model. Expected requires_grad as trainable= of its make_private."
         )
     found |= {f"optimizer/{path}": array for path, array in slots.items()}
-    dtypes = {
-        # torch keeps a slot in its parameter's dtype, and counts in float32
-        f"optimizer/{path}": (
-            (),
-            "float32" if slot == "step" else wanted[f"params/{name}"][1],
-        )
-        for path in slots
-        for slot, name in [path.split("/", 1)]
+    dtypes = {  # torch keeps a slot in its parameter's dtype, and counts in float32
+        f"optimizer/{slot}/{name}": ((), "float32") if slot == "step" else wanted[f"params/{name}"]
+        for slot, name in (path.split("/", 1) for path in slots)
     }
     described = {
         "stack": "torch",
@@ -125,14 +112,14 @@ def _match(
     kinds, tied = torch["layout"]["kinds"], torch["layout"]["tied"]
     later = {alias for aliases in tied.values() for alias in aliases[1:]}
     names = [name for name in kinds if name not in later]
-    return match(
+    return Matcher(
         {name: tuple(shapes[_stored(name, shapes)]) for name in names},
         kinds,
         [(tuple(path.split(".")), tuple(shape)) for path, (shape, _) in leaves.items()],
         mapping,
         tied=tied,
         frozen=frozenset(names) - frozenset(torch["trained"]),
-    )
+    ).parameter_maps()
 
 
 def _stored(name: str, names: Iterable[str]) -> str:
@@ -148,6 +135,12 @@ def _below(named: Mapping[str, Any], prefix: str, joint: str = ".") -> dict[str,
 
 def _wide(arrays: Arrays, document: Mapping[str, Any], wanted: Wanted) -> dict[str, NDArray[Any]]:
     """Arrays with bfloat16 ones converted to float32; raise if `wanted` has another precision."""
+    views = document["settings"].get("views", 1)
+    if views > 1:
+        raise ValueError(
+            f"The run averages views={views} of each example, drawn by {document['stack']}. "
+            "Expected to go on with it there; the other stack would draw others."
+        )
     low = set(document["bfloat16"])
     parameters = _below(arrays, "params/")
     theirs = {

@@ -17,22 +17,6 @@ Mapped = Mapping[str, str | tuple[str, str]]
 JaxLeaves = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 
-def match(
-    torch_shapes: Mapping[str, tuple[int, ...]],
-    torch_kinds: Mapping[str, str],
-    jax_leaves: JaxLeaves,
-    mapping: Mapped | None = None,
-    tied: Mapping[str, Sequence[str]] | None = None,
-    frozen: frozenset[str] = frozenset(),
-) -> tuple[ParameterMap, ...]:
-    """Pair every torch parameter with the JAX leaves of the same name, in torch's order.
-
-    Raises on a parameter or leaf without partner, and on partners whose shapes do not agree.
-    """
-    matcher = Matcher(torch_shapes, torch_kinds, jax_leaves, mapping, tied, frozen)
-    return matcher.parameter_maps()
-
-
 @dataclass
 class Matcher:
     """Search for partners: each line of `LAYOUTS` claims the leaves that it finds.
@@ -187,34 +171,27 @@ class Matcher:
 
     def _refuse_left_over(self) -> None:
         """Raise unless every parameter and every leaf has exactly one partner."""
-        claims = [(found.path, name) for name, slices in self.slices.items() for found in slices
-                  if not found.is_added]  # fmt: skip
-        paths = [path for path, _ in claims]
-        # rows of each parameter, less the rows that some leaf holds
-        uncovered = {
-            name: (shape[0] if shape else 1)
-            - sum(found.rows[1] - found.rows[0] if found.rows else 1 for found in self.slices[name])
-            for name, shape in self.torch_shapes.items()
-        }
-        lonely = [f"{n} {shape}" for n, shape in self.torch_shapes.items() if uncovered[n] > 0]
-        spare = [f"{path} {shape}" for path, shape in self.shapes.items() if path not in paths]
-        if lonely or spare:
-            raise ValueError(
-                f"No partner for the torch parameters {lonely} and the JAX leaves {spare}. "
-                "Expected the same names on both sides; pass mapping={torch name: 'jax/path'}."
-            )
-        if len(set(paths)) < len(paths):
-            twice = sorted({claim for claim in claims if paths.count(claim[0]) > 1})
-            raise ValueError(
-                f"Two torch parameters share a JAX leaf: {twice}. Expected one partner each; pass "
-                "mapping={torch name: 'jax/path'}."
-            )
-        doubled = {n: [s.path for s in self.slices[n]] for n in self.slices if uncovered[n] < 0}
-        if doubled:
-            raise ValueError(
-                f"Two JAX leaves share a torch parameter: {doubled}. Expected one partner each; a "
-                "weight that is tied in torch must be tied in JAX, or untie it in torch."
-            )
+        owners: dict[str, list[str]] = {path: [] for path in self.shapes}
+        left = {}  # rows of each parameter, less the rows that some leaf holds
+        for name, shape in self.torch_shapes.items():
+            left[name] = shape[0] if shape else 1
+            for found in self.slices[name]:
+                left[name] -= found.rows[1] - found.rows[0] if found.rows else 1
+                owners[found.path] += [] if found.is_added else [name]
+        lonely = [f"{name} {shape}" for name, shape in self.torch_shapes.items() if left[name] > 0]
+        spare = [f"{path} {shape}" for path, shape in self.shapes.items() if not owners[path]]
+        twice = {path: names for path, names in owners.items() if len(names) > 1}
+        doubled = {n: [s.path for s in self.slices[n]] for n in self.slices if left[n] < 0}
+        for wrong, what in (
+            (lonely + spare, f"No partner for torch parameters {lonely} and JAX leaves {spare}"),
+            (twice, f"Two torch parameters share a JAX leaf: {twice}"),
+            (doubled, f"Two JAX leaves share a torch parameter: {doubled}"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{what}. Expected one partner each, and a weight tied on both sides or on "
+                    "neither; pass mapping={torch name: 'jax/path'}."
+                )
 
 
 def _rows(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int]:

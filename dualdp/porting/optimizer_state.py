@@ -169,7 +169,7 @@ def _fields(
     trained biases would share one momentum in JAX.
     """
     check(state)
-    expected = set(state.fields.values())
+    expected = sorted(state.fields.values())
     for parameter in maps if expected else ():
         if parameter.torch_name in state.options and any(s.is_added for s in parameter.slices):
             raise ValueError(
@@ -178,33 +178,25 @@ def _fields(
                 "bias: call dualdp.torch.weights.fold_biases(model) before the run of an LSTM or "
                 "RNN; a GRU's weights cross, and its state with plain SGD only."
             )
-    shapes = {s.path: s.axes.jax_shape for parameter in maps for s in parameter.slices}
+    leaves = {s.path for parameter in maps for s in parameter.slices}
     found: Fields = {}
     for path, shape in wanted.items():
         names = path.split("/")  # "0/trace/fc/kernel" is the field "0/trace" of "fc/kernel"
         ends = ("/".join(names[k:]) for k in range(1, len(names)))
-        leaf = next((end for end in ends if end in shapes), None)
-        prefix = path if leaf is None else path.removesuffix(f"/{leaf}")
+        leaf = next((end for end in ends if end in leaves), "")
+        prefix = path.removesuffix(f"/{leaf}") if leaf else path
         field = prefix.rpartition("/")[2]
-        if leaf is None and not (field in COUNTERS and shape == ()):
+        if not leaf and (field not in COUNTERS or shape != ()):
             raise ValueError(
                 f"optax's state has {path} {shape}, which torch.optim does not keep. Expected "
-                f"{sorted({f for slots in SLOTS.values() for f in slots.values()})} for each "
-                "parameter, and counters."
+                f"{expected} for each parameter, and counters."
             )
-        paths = found.setdefault((prefix, field), {})
-        if leaf is not None:
-            paths[leaf] = path
-    kept = [field for _, field in found if field not in COUNTERS]
-    if len(set(kept)) < len(kept):
+        found.setdefault((prefix, field), {}).update({leaf: path} if leaf else {})
+    kept = sorted(field for _, field in found if field not in COUNTERS)
+    if kept != expected:
         raise ValueError(
-            f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
-            "can't be told."
-        )
-    if set(kept) != expected:
-        raise ValueError(
-            f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
-            f"has {sorted(kept)}. Expected the same optimizer with the same settings on both sides."
+            f"torch's {state.kind} keeps {expected} (in optax's words), but optax's state has "
+            f"{kept}. Expected the same optimizer with the same settings on both sides."
         )
     return found
 
@@ -230,7 +222,6 @@ def _same_trained(torch: set[str], jax: set[str]) -> None:
     """Raise unless both optimizers train the same parameters."""
     if torch != jax:
         raise ValueError(
-            f"torch's optimizer trains {sorted(torch - jax)} (JAX's names), which optax's state "
-            f"lacks, and not {sorted(jax - torch)}, which it has. Expected the same parameters "
-            "frozen on both sides."
+            f"Only one of the two optimizers trains {sorted(torch ^ jax)} (JAX's names). Expected "
+            "the same parameters frozen on both sides."
         )

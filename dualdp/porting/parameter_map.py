@@ -49,12 +49,11 @@ class Axes:
         """Shape of JAX's array."""
         return tuple(self.sizes[letter] for letter in self.jax)
 
-    def to_jax(self, array: Array, batch_axes: int = 0) -> Array:
-        """Return torch's array in JAX's layout; leading batch axes are unchanged."""
-        letters, batch = self._letters(), array.shape[:batch_axes]
-        apart = array.reshape(*batch, *(self.sizes[letter] for letter in letters))
-        order = [batch_axes + letters.index(letter) for letter in self.jax]
-        return apart.transpose(*range(batch_axes), *order)
+    def to_jax(self, array: Array) -> Array:
+        """Return torch's array in JAX's layout."""
+        letters = self._letters()
+        apart = array.reshape([self.sizes[letter] for letter in letters])
+        return apart.transpose([letters.index(letter) for letter in self.jax])
 
     def to_torch(self, array: Array, batch_axes: int = 0) -> Array:
         """Return JAX's array in torch's layout; leading batch axes are unchanged."""
@@ -110,28 +109,19 @@ class ParameterMap:
         """Paths of its JAX leaves, joined by ", "."""
         return ", ".join(s.path for s in self.slices)
 
-    @property
-    def jax_index(self) -> int:
-        """Index of its JAX leaf in `jax.tree.leaves`."""
-        return self._only().index
-
-    @property
-    def jax_shape(self) -> tuple[int, ...]:
-        """Shape of its JAX leaf."""
-        return self._only().axes.jax_shape
-
     def _only(self) -> LeafSlice:
         """Slice of a parameter with exactly one JAX leaf."""
         if len(self.slices) != 1:
             raise ValueError(
                 f"{self.torch_name} is held by {len(self.slices)} JAX leaves ({self.jax_path}). "
-                "Expected one; use leaves.to_torch and leaves.to_jax."
+                "Expected one; port.to_torch converts parameters of several."
             )
         return self.slices[0]
 
-    def to_jax(self, array: Array, *, batch_axes: int = 0) -> Array:
-        """Return torch's array in JAX's layout, for a parameter with one JAX leaf."""
-        return self._only().axes.to_jax(array, batch_axes)
+    @property
+    def jax_index(self) -> int:
+        """Index of its one JAX leaf in `jax.tree.leaves`."""
+        return self._only().index
 
     def to_torch(self, array: Array, *, batch_axes: int = 0) -> Array:
         """Return JAX's array in torch's layout, for a parameter with one JAX leaf."""
@@ -186,27 +176,21 @@ def to_torch(maps: Sequence[ParameterMap], arrays: Mapping[str, Array]) -> dict[
 
 
 def to_json(maps: Sequence[ParameterMap]) -> list[dict[str, Any]]:
-    """Return parameter maps as plain data, for a checkpoint, where slices are "places"."""
-    names = {"slices": "places"}
-    return [{names.get(k, k): value for k, value in asdict(leaf).items()} for leaf in maps]
+    """Return parameter maps as plain data, for a checkpoint."""
+    return [asdict(leaf) for leaf in maps]
 
 
 def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[ParameterMap, ...]:
     """Return the parameter maps that `to_json` serialized."""
+    maps = []
+    for leaf in _tuples(data):
+        slices = [LeafSlice(**{**held, "axes": Axes(**held["axes"])}) for held in leaf["slices"]]
+        maps.append(ParameterMap(**{**leaf, "slices": tuple(slices)}))
+    return tuple(maps)
 
-    def leaf_slice(data: Mapping[str, Any]) -> LeafSlice:
-        axes = data["axes"]
-        torch = tuple(tuple(group) for group in axes["torch"])
-        rows = {key: tuple(data[key]) if data[key] else None for key in ("rows", "zero")}
-        axes = Axes(torch, tuple(axes["jax"]), axes["sizes"])
-        return LeafSlice(**{**data, **rows, "axes": axes})
 
-    return tuple(
-        ParameterMap(
-            parameter["torch_name"],
-            tuple(parameter["torch_shape"]),
-            tuple(map(leaf_slice, parameter["places"])),
-            parameter["noise_stream"],
-        )
-        for parameter in data
-    )
+def _tuples(value: Any) -> Any:
+    """Plain data with every list as a tuple."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(inner) for name, inner in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp.randomness.parallel import Blocks, fill_between
+from dualdp.randomness.parallel import fill_between, fill_blocks
 
 Float64 = NDArray[np.float64]
 
@@ -36,10 +36,10 @@ GRID_MARGIN = 2.0**-12
 #: Share of C by which a clipped contribution may exceed its bound (rounding of float32 factors).
 CLIP_MARGIN = 1e-4
 
-_BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
+BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
 _AES_BLOCK = 16  # bytes
 _KEY_BYTES = 32
-_ZEROS = bytes(8 * _BLOCK)
+_ZEROS = bytes(8 * BLOCK)
 _MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
 
 
@@ -117,25 +117,20 @@ def _noise_between(
     out, key = np.empty(stop - start), bits[-_KEY_BYTES:]
 
     def draw(block: int, length: int) -> Float64:
-        drawn = _block_normals(key, block)[:length]
+        whole = np.empty(BLOCK)
+        stretch = keystream(key, block * (8 * BLOCK // _AES_BLOCK), 8 * BLOCK)
+        box_muller(np.frombuffer(stretch, dtype="<u8"), whole)
+        drawn = whole[:length]
         if cells is not None:
             drawn *= cells
             np.rint(drawn, out=drawn)
         return drawn
 
-    fill_between(out, start, size=size, block=_BLOCK, draw=draw, threads=threads)
+    fill_between(out, start, size=size, block=BLOCK, draw=draw, threads=threads)
     return out
 
 
-def _block_normals(key: bytes, block: int) -> Float64:
-    """All normals of a block."""
-    out = np.empty(_BLOCK)
-    stretch = keystream(key, block * (8 * _BLOCK // _AES_BLOCK), 8 * _BLOCK)
-    _box_muller(np.frombuffer(stretch, dtype="<u8"), out)
-    return out
-
-
-def _box_muller(raw: NDArray[Any], out: Float64) -> None:
+def box_muller(raw: NDArray[Any], out: Float64) -> None:
     """Normals from as many words: the first half for radii, the second for angles.
 
     With t = tan(angle / 2): cos = 2 / (1 + t^2) - 1 and sin = t * 2 / (1 + t^2), so one tan gives
@@ -159,33 +154,38 @@ def _box_muller(raw: NDArray[Any], out: Float64) -> None:
     cosine -= diameter
 
 
-def grid_noise(bits: bytes, *, cells: float, size: int, threads: int | None = None) -> Float64:
-    """Return the noise of a release in units of the grid: (size,) float64 integers below 2^52.
+def grid_noise(
+    bits: bytes,
+    *,
+    cells: float,
+    size: int,
+    start: int = 0,
+    stop: int | None = None,
+    threads: int | None = None,
+) -> Float64:
+    """Return the noise of a release in units of the grid: float64 integers below 2^52.
 
     The sum rounded to the grid plus this noise equals the rounding of the rounded sum plus a
     Gaussian of standard deviation `cells`: post-processing of the Gaussian mechanism.
-    """
-    _check_cells(cells, size)
-    return _noise_between(bits, 0, size, size=size, cells=cells, threads=threads)
 
-
-def grid_noise_between(bits: bytes, start: int, stop: int, *, cells: float, size: int) -> Float64:
-    """Return the elements start..stop-1 of `grid_noise`, without drawing the others.
+    Args:
+        bits: of the release.
+        cells: standard deviation, in units of the grid.
+        size: number of elements of the whole noise.
+        start: first element to draw.
+        stop: element after the last; None for all that follow.
+        threads: most threads; None for one a processor.
 
     Guarantees:
-        Bit for bit those of the whole noise.  [test_secure_parts_are_those_of_the_whole]
+        A part is bit for bit that of the whole.  [test_secure_parts_are_those_of_the_whole]
     """
-    _check_cells(cells, size)
-    return _noise_between(bits, start, stop, size=size, cells=cells, threads=None)
-
-
-def _check_cells(cells: float, size: int) -> None:
-    """Raise if float64 can't represent the noise as integers."""
     if cells > _MOST_CELLS:
         raise ValueError(
             f"noise of {cells:.3g} grid cells is too wide for noise='secure' with {size} "
             "parameters. Expected at most 2**48; lower noise_multiplier."
         )
+    stop = size if stop is None else stop
+    return _noise_between(bits, start, stop, size=size, cells=cells, threads=threads)
 
 
 def noisy_sum(
@@ -199,7 +199,7 @@ def noisy_sum(
     out = np.empty_like(sums)
 
     def add(block: int) -> None:
-        part = slice(block * _BLOCK, (block + 1) * _BLOCK)  # a block fits in the cache
+        part = slice(block * BLOCK, (block + 1) * BLOCK)  # a block fits in the cache
         whole = sums[part].astype(np.float64)
         whole /= pitch
         np.rint(whole, out=whole)
@@ -207,5 +207,5 @@ def noisy_sum(
         whole *= pitch
         out[part] = whole
 
-    Blocks(add, -(-sums.size // _BLOCK)).finish(threads)
+    fill_blocks(add, -(-sums.size // BLOCK), threads)
     return out

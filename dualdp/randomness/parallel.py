@@ -18,47 +18,36 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-class Blocks:
-    """Blocks 0..count-1, each filled once by `fill(index)`, now or in background threads.
+def fill_blocks(fill: Callable[[int], None], count: int, threads: int | None = None) -> None:
+    """Fill blocks 0..count-1, each once by `fill(index)`, in several threads.
 
     Guarantees:
-        After `finish` every block is filled, also when a background thread died.
+        Every block is filled, also when a helping thread died.
             [test_a_block_whose_thread_died_is_filled_by_the_caller]
     """
+    left, failed = deque(range(count)), list[int]()  # a deque's pops are thread-safe
 
-    def __init__(self, fill: Callable[[int], None], count: int) -> None:
-        self._fill, self._left = fill, deque(range(count))  # whose pops are thread-safe
-        self._failed: list[int] = []
-        self._threads: list[threading.Thread] = []
-
-    def begin(self, threads: int = 1) -> None:
-        """Start background threads and return."""
-        for _ in range(min(threads, len(self._left))):
-            # A daemon: a process that ends must not wait for unused noise.
-            thread = threading.Thread(target=self._work, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def finish(self, threads: int | None = None) -> None:
-        """Fill the remaining blocks, with the calling thread too, and wait for all threads."""
-        self.begin(min(threads or cores(), len(self._left)) - 1)
-        self._work()
-        for thread in self._threads:
-            thread.join()
-        for index in self._failed:
-            self._fill(index)
-
-    def _work(self) -> None:
-        """Fill blocks until none is left."""
+    def work() -> None:
         while True:
             try:
-                index = self._left.popleft()
+                index = left.popleft()
             except IndexError:
                 return
             try:
-                self._fill(index)
+                fill(index)
             except Exception:  # noqa: BLE001 - repeated by the calling thread, which raises it
-                self._failed.append(index)
+                failed.append(index)
+
+    # Daemons: a process that ends must not wait for unused noise.
+    several = range(min(threads or cores(), count) - 1)
+    helpers = [threading.Thread(target=work, daemon=True) for _ in several]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    for index in failed:
+        fill(index)
 
 
 def fill_between(
@@ -86,4 +75,4 @@ def fill_between(
         begin, end = max(start, low), min(stop, low + len(drawn))
         out[begin - start : end - start] = drawn[begin - low : end - low]
 
-    Blocks(fill, -(-stop // block) - first if len(out) else 0).finish(threads)
+    fill_blocks(fill, -(-stop // block) - first if len(out) else 0, threads)

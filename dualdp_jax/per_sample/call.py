@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,24 +15,59 @@ import numpy as np
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
+from dualdp_jax.chunk import Frame, Origin, is_array
 from dualdp_jax.per_sample import units
 from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.per_sample.units import Loss, Row
 
 PyTree = Any
-Row = tuple[list[Any], Any]  # arrays of one example, and its position in the batch
+Array = jax.Array
 
 
-class Answer(NamedTuple):
-    """Result of a call, or of some of its rows."""
+@dataclass(frozen=True)
+class Options:
+    """Keywords that the three calls share.
 
-    #: per trained leaf its per-sample gradients (n, *shape), their norms (n,), or its
-    #: clipped sum.
-    leaves: list[Any]
-    norms: Any = None  # (n,) norms of the whole gradients; None for a request of gradients
-    #: mapping from clipping group to factors (n,); empty unless a sum was requested.
-    factors: dict[str, Any] = {}
-    losses: Any = None  # (n,), 0 where the mask is False; None unless a sum was requested
-    aux: Any = None  # pytree of (n, ...), stacked over the examples, or None
+    Attributes:
+        method: str, one of `dualdp_jax.per_sample.methods.METHODS`, or "auto"; all are exact.
+            "auto" takes the cheapest way, and goes on by "vmap", then "loop", where that does not
+            support the loss or its first numbers differ from plain autodiff.
+        physical_batch_size: int, examples processed at once; None for all.
+        max_memory: int, bytes that a physical batch may hold for privacy (per-sample gradients, or
+            the operands and output gradients of parameter uses); limits the physical batch size.
+        has_aux: bool, True if `loss_fn` returns (loss, aux).
+        key: random key; example k gets `fold_in(key, k)`.
+        trainable: pytree of bools like the parameters, or a prefix of it; False freezes.
+        keep_batch_dim: bool, True for a `loss_fn` that is written for a batch: it gets batches of
+            one example, arrays with an axis 0 of length 1, and returns their mean loss.
+        rows_per_unit: int K; the batch has n * K rows, of which unit u owns u * K .. u * K + K - 1.
+            `loss_fn` gets one row, and one key per row, by its position in the batch; the gradient
+            of a unit is that of the mean of its rows' losses. A loss that couples the rows of a
+            unit takes the unit as ONE example, an array with a leading axis of K, instead.
+        row_weights: (n * K,) real numbers; the loss of a unit is the sum of its rows' losses times
+            these, instead of the mean; 0 marks padding. They may depend on rows of the same unit
+            and on public facts only: normalized over the batch they void the bound. None for means.
+        check: str; "first" compares the result with plain autodiff at the first call for a loss,
+            parameters and shapes (without n), "always" at every call, "off" never. A call inside
+            `jit` is not compared: it warns once, unless one of its kind was; see `check`.
+        positions: (rows,) integers folded into `key`, one per row; None for 0, 1, ...; an engine's.
+        program: that of an earlier call with arguments of the same types; an engine's.
+        origin: that of the batch, if it is a `Chunk`.
+    """
+
+    method: str = "auto"
+    physical_batch_size: int | None = None
+    max_memory: int | None = None
+    has_aux: bool = False
+    key: Array | None = None
+    trainable: PyTree = None
+    keep_batch_dim: bool = False
+    rows_per_unit: int | None = None
+    row_weights: Array | None = None
+    check: str = "first"
+    positions: Array | None = None
+    program: Program | None = None
+    origin: Origin | None = None
 
 
 class Program(NamedTuple):
@@ -40,22 +76,23 @@ class Program(NamedTuple):
     #: open jaxpr over (trained leaves, shared arrays, row); its first result is the loss, the
     #: rest is aux.
     jaxpr: Any
-    consts: Sequence[Any]  # arrays that the loss closes over
-    structure: Any  # treedef of (loss, aux)
+    consts: Sequence[Array]  # arrays that the loss closes over
+    structure: jax.tree_util.PyTreeDef  # of (loss, aux)
 
 
 class Call(NamedTuple):
     """One call of a per-sample function; the input of every method."""
 
-    parameters: Parameters  # `Parameters` of the model
+    parameters: Parameters
+    options: Options
     rows: Row  # arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples
-    num_examples: int  # int n
-    shared: Any  # pytree of what all examples share beside the parameters: other arrays, key
+    num_examples: int
+    shared: PyTree  # what all examples share beside the parameters: other arrays, key
     #: callable (trained leaves, shared, row) -> (loss (), aux) of one example.
-    loss_of: Callable[[list[Any], Any, Row], tuple[Any, Any]]
-    live: Any = None  # (n,) bool, False for units whose rows all have weight 0; None for no such
-    known: Program | None = None  # `Program` cached by `traced`, or None
-    analysis: Any = None  # `capture.Analysis` cached by `methods.prepared`, or None
+    loss_of: Loss
+    live: Array | None = None  # (n,) bool, False for units whose rows all have weight 0
+    known: Program | None = None  # cached by `traced`
+    analysis: Any = None  # `capture.Analysis` cached by `capture.analyzed`
 
     @property
     def program(self) -> Program:
@@ -66,82 +103,65 @@ class Call(NamedTuple):
         closed, structure = compat.trace(self.loss_of, self.parameters.trained, self.shared, row)
         return Program(*compat.open_jaxpr(closed), structure)
 
-    def loss(self, trained: list[Any], row: Row) -> tuple[Any, Any]:
+    def traced(self) -> Call:
+        """Return the same call (n >= 1) with the traced loss cached."""
+        return self._replace(known=self.program)
+
+    def by(self, method: str) -> Call:
+        """Return the same call by this method."""
+        return self._replace(options=replace(self.options, method=method))
+
+    def loss(self, trained: list[Array], row: Row) -> tuple[Array, PyTree]:
         """Return (loss (), aux) of one example by the user's function."""
         return self.loss_of(trained, self.shared, row)
 
-    def traced_loss(self, trained: list[Any], row: Row) -> Any:
+    def traced_loss(self, trained: list[Array], row: Row) -> Array:
         """Return the loss () of one example by the traced program; nothing is traced again."""
         inputs = jax.tree.leaves((trained, self.shared, row))
         return compat.evaluated(self.program.jaxpr, self.program.consts, *inputs)[0]
 
 
-def traced(call: Call) -> Call:
-    """Return the same call (n >= 1) with the traced loss cached."""
-    return call._replace(known=call.program)
-
-
-class Options(NamedTuple):
-    """Arguments of `per_sample_grads` about loss, parameters and rows."""
-
-    has_aux: bool = False
-    key: Any = None
-    trainable: Any = None
-    keep_batch_dim: bool = False
-    rows_per_unit: int | None = None
-    row_weights: Any = None
-    positions: Any = None  # (rows,) integers folded into `key`, one per row; None for 0, 1, ...
-    program: Program | None = None  # of an earlier call with arguments of the same types
-
-
-def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], options: Options) -> Call:
+def build(
+    loss_fn: Callable[..., Any], what: PyTree, batch: tuple[PyTree, ...], options: Options
+) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
 
     `what` may be `Parameters` from an earlier split. The examples of the call are the units.
     """
-    has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights, positions, _ = options
-    parameters = what if isinstance(what, Parameters) else split(what, trainable)
+    key, positions = options.key, options.positions
+    parameters = what if isinstance(what, Parameters) else split(what, options.trainable)
     arrays, num_rows, rebuild = split_batch(batch)
     if positions is None:  # else the engine's, which looked at all of the data
         refuse_unsplit_numbers(batch, num_rows)
-    if row_weights is not None and rows_per_unit is None:
-        raise ValueError(
-            "row_weights came without rows_per_unit, so that each row would be clipped alone. "
-            "Expected rows_per_unit=K, the number of rows of a unit."
-        )
-    rows_per_unit = units.check_rows(1 if rows_per_unit is None else rows_per_unit, num_rows)
-    weights = units.check_weights(row_weights, num_rows, parameters.dtype)
+        positions = jnp.arange(num_rows, dtype=jnp.uint32)
+    rows_per_unit = units.check_rows(options.rows_per_unit, options.row_weights, num_rows)
+    weights = units.check_weights(options.row_weights, num_rows, parameters.dtype)
     _check_key(key)
     named = {} if key is None else {"key": key}
     _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
-    if positions is None:
-        positions = np.arange(num_rows, dtype=np.uint32)
 
-    def loss(trained: list[Any], shared: Any, row: Row) -> tuple[Any, Any]:
+    def loss(trained: list[Array], shared: PyTree, row: Row) -> tuple[Array, PyTree]:
         (others, key), (example, position) = shared, row
         kwargs = {} if key is None else {"key": jax.random.fold_in(key, position)}
-        arguments = rebuild([leaf[None] for leaf in example] if keep_batch_dim else example)
-        result = parameters.call(of_one, trained, others, position, arguments, kwargs)
-        return _checked_loss(result, has_aux, keep_batch_dim)
+        args = rebuild([leaf[None] for leaf in example] if options.keep_batch_dim else example)
+        result = parameters.call(of_one, (trained, others), position, *args, **kwargs)
+        return _checked_loss(result, options)
 
-    def of_one(model: Any, *arguments: Any, **kwargs: Any) -> Any:
+    def of_one(model: PyTree, *arguments: PyTree, **kwargs: Any) -> Any:
         try:
             with compat.as_user():
                 return loss_fn(model, *arguments, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
             if type(error) not in (TypeError, ValueError, IndexError):
                 raise
-            raise _failure_of_one(error, arguments, keep_batch_dim) from error
+            raise _failure_of_one(error, arguments, options.keep_batch_dim) from error
 
-    rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
-    shared = (parameters.others, key)
-    call = Call(parameters, rows, num_rows, shared, loss, known=options.program)
-    if rows_per_unit > 1 or weights is not None:
-        rows, loss_of, live = units.grouped(rows, loss, rows_per_unit, weights)
-        count = num_rows // rows_per_unit
-        call = call._replace(rows=rows, num_examples=count, loss_of=loss_of, live=live)
-    inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
-    return _of_each_device(call, inside) if inside and call.num_examples else call
+    rows = [jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions)
+    rows, loss_of, live = units.grouped(rows, loss, rows_per_unit, weights)
+    shared, count = (parameters.others, key), num_rows // rows_per_unit
+    call = Call(parameters, options, rows, count, shared, loss_of, live, options.program)
+    inside = compat.manual_axes((rows, parameters.trained, shared))
+    return _of_each_device(call, inside) if inside and count else call
 
 
 def _of_each_device(call: Call, inside: set[str]) -> Call:
@@ -167,26 +187,33 @@ def _of_each_device(call: Call, inside: set[str]) -> Call:
             "norm would be that of one part. Expected them whole on each device of the shard_map, "
             "or a mesh of automatic axes."
         )
-    mark = lambda leaf: compat.vary(leaf, axes)  # noqa: E731
-    trained = [mark(leaf) for leaf in call.parameters.trained]
-    rows = jax.tree.map(mark, call.rows)
+    trained, rows = jax.tree.map(
+        lambda leaf: compat.vary(leaf, axes), (call.parameters.trained, call.rows)
+    )
     return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
 
 
-def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[Any]], Any]]:
+def split_batch(batch: tuple[PyTree, ...]) -> tuple[list[Array], int, Callable[..., Any]]:
     """Return the array leaves of a batch, the number of examples, and a function to rebuild one."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    arrays: list[Any] = []
     lengths: dict[str, int] = {}
-    for path, leaf in flat:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, jax.Array | np.ndarray):
-            lengths[name] = _num_rows(name, leaf)
-            arrays.append(leaf)
-        elif isinstance(leaf, Iterator) or (
-            hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
-        ):  # an array of another library, such as a torch tensor
+        is_foreign = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+        if not is_array(leaf) and (isinstance(leaf, Iterator) or is_foreign):  # torch, for example
             raise TypeError(f"{name} is {_validate.kind(leaf)}. Expected a JAX or NumPy array.")
+        if not is_array(leaf):
+            continue
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
+            raise TypeError(
+                f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list "
+                "or a tuple, they are handed on unchanged."
+            )
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name} is an array without axes. Expected the examples on axis 0; pass constants "
+                "as Python numbers, or close over them."
+            )
+        lengths[name] = len(leaf)
     if not lengths:
         raise ValueError(
             "The batch holds no array, so it has no examples. Expected arrays with the examples "
@@ -198,18 +225,11 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
             f"The arrays of the batch have different numbers of examples ({listed}). Expected the "
             "same number on axis 0 of each."
         )
-    num_examples = next(iter(lengths.values()))
-    others = [None if isinstance(x, jax.Array | np.ndarray) else (x,) for _, x in flat]
-
-    def rebuild(example: list[Any]) -> Any:
-        items = iter(example)
-        leaves = [next(items) if other is None else other[0] for other in others]
-        return jax.tree.unflatten(treedef, leaves)
-
-    return arrays, num_examples, rebuild
+    arrays = list(filter(is_array, jax.tree.leaves(batch)))
+    return arrays, next(iter(lengths.values())), Frame(batch).rebuild
 
 
-def refuse_unsplit_numbers(batch: Any, n: int) -> None:
+def refuse_unsplit_numbers(batch: PyTree, n: int) -> None:
     """Refuse a sequence of n numbers that is no array: every example would get all of them."""
     for node in _sequences(batch):
         if len(node) == n > 1 and all(map(_holds_numbers, node)):
@@ -220,7 +240,7 @@ def refuse_unsplit_numbers(batch: Any, n: int) -> None:
             )
 
 
-def _sequences(tree: Any) -> Iterator[Any]:
+def _sequences(tree: PyTree) -> Iterator[Any]:
     """Lists, tuples and other sequences of the items below a pytree, except text."""
 
     def is_sequence(node: Any) -> bool:
@@ -232,29 +252,13 @@ def _sequences(tree: Any) -> Iterator[Any]:
             yield from _sequences(node)
 
 
-def _holds_numbers(value: Any) -> bool:
+def _holds_numbers(value: PyTree) -> bool:
     """True for a number, and for a list or tuple of numbers, of lists of numbers and so on."""
-    if isinstance(value, list | tuple):
-        return len(value) > 0 and all(map(_holds_numbers, value))
-    return isinstance(value, bool | int | float | complex | np.generic)
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(x, numbers.Number | np.generic) for x in leaves)
 
 
-def _num_rows(name: str, leaf: Any) -> int:
-    """Number of examples (axis 0) of one batch leaf."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list or "
-            "a tuple, they are handed on unchanged."
-        )
-    if leaf.ndim == 0:
-        raise ValueError(
-            f"{name} is an array without axes. Expected the examples on axis 0; pass constants as "
-            "Python numbers, or close over them."
-        )
-    return int(leaf.shape[0])
-
-
-def _check_key(key: Any) -> None:
+def _check_key(key: PyTree) -> None:
     """Refuse anything but one jax random key (typed, or the older (2,) uint32)."""
     if key is None:
         return
@@ -273,7 +277,7 @@ def _check_key(key: Any) -> None:
         )
 
 
-def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> Exception:
+def _failure_of_one(error: Exception, arguments: PyTree, keep_batch_dim: bool) -> Exception:
     """Return the error of a loss that failed, with the arguments that it got."""
     arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
     got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -287,26 +291,21 @@ def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> E
     )
 
 
-def _checked_loss(result: Any, has_aux: bool, keep_batch_dim: bool) -> tuple[Any, Any]:
+def _checked_loss(result: PyTree, options: Options) -> tuple[Array, PyTree]:
     """Return (loss (), aux) from the result of `loss_fn` for one example."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+    if options.has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             f"has_aux=True, but loss_fn returned {_validate.kind(result)}. Expected (loss, aux)."
         )
-    loss, aux = result if has_aux else (result, None)
-    if isinstance(loss, tuple | list | dict) or loss is None:
+    loss, aux = result if options.has_aux else (result, None)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | int | float | complex):
         raise TypeError(
             f"loss_fn returned {_validate.kind(loss)} for one example. Expected a scalar; use "
             "has_aux=True to return (loss, aux)."
         )
-    try:
-        loss = jnp.asarray(loss)
-    except TypeError as error:
-        raise TypeError(
-            f"loss_fn returned {_validate.kind(loss)} for one example. Expected a scalar."
-        ) from error
+    loss = jnp.asarray(loss)
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        how = "the mean over a batch of one" if keep_batch_dim else "without a batch axis"
+        how = "the mean over a batch of one" if options.keep_batch_dim else "without a batch axis"
         raise ValueError(
             f"loss_fn returned {loss.dtype}{list(loss.shape)} for one example. Expected a real "
             f"scalar, shape (): the loss of that example alone, {how}."
@@ -314,7 +313,7 @@ def _checked_loss(result: Any, has_aux: bool, keep_batch_dim: bool) -> tuple[Any
     return loss, jax.tree.map(_aux_leaf, aux)
 
 
-def _aux_leaf(leaf: Any) -> Any:
+def _aux_leaf(leaf: PyTree) -> Any:
     try:
         return jnp.asarray(leaf)
     except TypeError as error:

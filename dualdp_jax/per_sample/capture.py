@@ -13,15 +13,17 @@ Source: Bu et al. 2023 (book-keeping); Rochette et al. 2019; here for any functi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
-from dualdp_jax.per_sample.call import Call, Program, Row, traced
+from dualdp_jax.per_sample.call import Array, Call, Program, PyTree, Row
 from dualdp_jax.per_sample.expressions import Derived, parameter
-from dualdp_jax.per_sample.jaxpr import ParameterUse, ResultType, Scope, run
+from dualdp_jax.per_sample.jaxpr import ParameterUse, Scope, run
 from dualdp_jax.rules import Choice
 from dualdp_jax.rules.arrays import weighted_sum
 from dualdp_jax.rules.estimate import Estimate, of_gradients
@@ -31,43 +33,70 @@ class CapturedUse(NamedTuple):
     """Parameter use with its arrays, or with their types."""
 
     use: ParameterUse
-    operands: tuple[Any, ...]  # data operands of the use, leading axes (n, *loops)
-    cotangents: Any  # gradient of its result, leading axes (n, *loops)
+    operands: tuple[Array, ...]  # data operands of the use, leading axes (n, *loops)
+    cotangents: Array  # gradient of its result, leading axes (n, *loops)
 
     @property
     def choice(self) -> Choice:
-        """Cost model's choice, from types alone."""
-        choose, arguments = self.use.rule.choice, (self.use.spec, self.operands, self.cotangents)
-        return Choice() if choose is None else choose(*arguments)
+        """Cost model's choice, from types alone; of one step where steps have own weights."""
+        rule, loops = self.use.rule, (False, *self.use.loops)
 
-    def grads(self) -> Any:
+        def of_step(x: Array) -> jax.ShapeDtypeStruct:
+            shape = [size for i, size in enumerate(x.shape) if i >= len(loops) or not loops[i]]
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        if rule.choice is None:
+            return Choice()
+        return rule.choice(self.use.spec, *jax.tree.map(of_step, self[1:]))
+
+    def _each(self, function: Callable[..., Any], *factors: Array) -> Any:
+        """Apply a function of a rule; where steps have weights of their own, to each step.
+
+        These steps are the leading axes of the result, the outermost loop first.
+        """
+
+        def one(operands: tuple[Array, ...], cotangents: Array) -> Any:
+            return function(self.use.spec, operands, cotangents, *factors)
+
+        own = [1 + i for i, is_stacked in enumerate(self.use.loops) if is_stacked]
+        for number, axis in reversed(list(enumerate(own))):
+            one = jax.vmap(one, in_axes=axis - number)
+        return one(self.operands, self.cotangents)
+
+    def grads(self) -> Array:
         """Return the per-sample gradients of the weight, (n, *own loops, *shape)."""
-        return self.use.rule.grads(self.use.spec, self.operands, self.cotangents)
+        return jnp.moveaxis(self._each(self.use.rule.grads), sum(self.use.loops), 0)
 
     def estimate(self) -> Estimate:
         """Return their norms (n,)."""
-        if self.use.rule.norms is None:
+        of_rule, num_own = self.use.rule.norms, sum(self.use.loops)
+        if of_rule is None:
             return of_gradients(self.grads())
-        found = self.use.rule.norms(self.use.spec, self.operands, self.cotangents)
-        return found if isinstance(found, Estimate) else Estimate(jnp.square(found))
 
-    def weighted_sum(self, factors: Any) -> Any:
+        def norms(*arguments: Any) -> Estimate:
+            found = of_rule(*arguments)
+            found = found if isinstance(found, Estimate) else Estimate(jnp.square(found))
+            return found._replace(again=None) if num_own else found
+
+        found = self._each(norms)
+        return jax.tree.map(lambda x: x.sum(range(num_own)), found) if num_own else found
+
+    def weighted_sum(self, factors: Array) -> Array:
         """Return their sum over the examples, each times its factor (n,)."""
         if self.use.rule.weighted_sum is None:
             return weighted_sum(factors, self.grads())
-        return self.use.rule.weighted_sum(self.use.spec, self.operands, self.cotangents, factors)
+        return self._each(self.use.rule.weighted_sum, factors)
 
 
 class Capture(NamedTuple):
     """Parameter uses of a batch, with the arrays that their rules need."""
 
-    losses: Any  # (n,)
-    aux: Any  # pytree of (n, ...), stacked over the examples, or None
+    losses: Array  # (n,)
+    aux: PyTree  # (n, ...), stacked over the examples, or None
     uses: list[CapturedUse]  # in program order
     #: mapping from parameter index to its per-sample gradient (n, *shape) over all uses without
     #: a rule.
-    kept: dict[int, Any]
-    convolves: bool  # True if examples may have convolution kernels of their own elsewhere
+    kept: dict[int, Array]
 
 
 class Analysis(NamedTuple):
@@ -76,26 +105,29 @@ class Analysis(NamedTuple):
     program: Program
     uses: list[ParameterUse]  # in program order
     operands: list[tuple[Any, ...]]  # per use the types of its data operands
-    results: list[ResultType]  # per use the type of its result
     kept: list[int]  # the indices of the parameters that have uses without a rule
-    convolves: bool  # see `Capture`
-    plans: dict[Any, Scope]  # see `Scope`
+    convolves: bool  # True if examples may have convolution kernels of their own elsewhere
+    plans: dict[Hashable, Scope]  # see `Scope`
 
     def uses_of(self, n: int) -> list[CapturedUse]:
         """Return the uses with the types of their arrays for n examples."""
-        batch = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
-        return [
-            CapturedUse(use, tuple(map(batch, operands)), batch(result))
-            for use, operands, result in zip(self.uses, self.operands, self.results, strict=True)
-        ]
+
+        def batch(x: Any) -> Any:
+            return jax.ShapeDtypeStruct((n, *x.shape), x.dtype)
+
+        pairs = zip(self.uses, self.operands, strict=True)
+        return [CapturedUse(u, tuple(map(batch, own)), batch(u.result)) for u, own in pairs]
 
 
-def analyze(call: Call) -> Analysis:
-    """Find the parameter uses of a call's loss."""
+def analyzed(call: Call) -> Call:
+    """Return the call with its traced loss, and the parameter uses found in it, cached."""
+    if call.analysis is not None:
+        return call
+    call = call.traced()
     trained, program = call.parameters.trained, call.program
     scope = Scope(trained, trained)
 
-    def operands(row: Row) -> list[tuple[Any, ...]]:
+    def operands(row: Row) -> list[tuple[Array, ...]]:
         _forward(call, program, scope, row)
         return scope.operands
 
@@ -105,33 +137,26 @@ def analyze(call: Call) -> Analysis:
     seen = scope.wanted | scope.blocked | {i for use in scope.uses for i in use.sources}
     lost = [n for i, n in enumerate(call.parameters.names) if in_use[i] and i not in seen]
     if lost:
-        raise RuntimeError(
+        raise UnsupportedLayerError(
             f"The parameters {lost} reach the loss by a way that the transform of the jaxpr did "
             "not see. Use method='vmap', and please report the model."
         )
     kept = sorted(scope.wanted)
-    return Analysis(program, scope.uses, types, scope.results, kept, scope.convolves, scope.plans)
-
-
-def analyzed(call: Call) -> Call:
-    """Return the call with its traced loss and its analysis cached."""
-    if call.analysis is not None:
-        return call
-    call = traced(call)
-    return call._replace(analysis=analyze(call))
+    found = Analysis(program, scope.uses, types, kept, scope.convolves, scope.plans)
+    return call._replace(analysis=found)
 
 
 def capture(call: Call, rows: Row) -> Capture:
     """Run forward and backward over a batch, and record the arrays that the rules need."""
     trained = call.parameters.trained
     found: Analysis = analyzed(call).analysis
-    zeros = [compat.varying_zeros(*result) for result in found.results]
+    zeros = [compat.varying_zeros(*use.result) for use in found.uses]
     own_zeros = {index: jnp.zeros_like(trained[index]) for index in found.kept}
 
     def one(row: Row) -> Any:
-        def probed(probes: list[Any], own: dict[int, Any]) -> tuple[Any, Any]:
+        def probed(probes: list[Array], own: dict[int, Array]) -> tuple[Array, Any]:
             values = [p + own[i] if i in own else p for i, p in enumerate(trained)]
-            scope = Scope(trained, values, probes, plans=found.plans)
+            scope = Scope(trained, values, iter(probes), plans=found.plans)
             loss, aux = _forward(call, found.program, scope, row)
             return loss, (scope.operands, aux)
 
@@ -141,11 +166,10 @@ def capture(call: Call, rows: Row) -> Capture:
 
     each = compat.mapping(lambda: found.convolves, (rows, trained))
     losses, aux, operands, cotangents, kept = each(one)(rows)
-    uses = list(map(CapturedUse, found.uses, operands, cotangents))
-    return Capture(losses, aux, uses, kept, found.convolves)
+    return Capture(losses, aux, list(map(CapturedUse, found.uses, operands, cotangents)), kept)
 
 
-def _forward(call: Call, program: Program, scope: Scope, row: Row) -> tuple[Any, Any]:
+def _forward(call: Call, program: Program, scope: Scope, row: Row) -> tuple[Array, PyTree]:
     """Loss and aux of one example, whose uses the scope records."""
     parameters = [parameter(index, value) for index, value in enumerate(scope.values)]
     arguments = [*parameters, *jax.tree.leaves((call.shared, row))]

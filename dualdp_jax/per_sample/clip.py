@@ -16,7 +16,11 @@ from dualdp import _validate
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds, margin_of
 from dualdp_jax import compat
 from dualdp_jax.per_sample.parameters import Parameters
-from dualdp_jax.per_sample.squared_norms import Accuracy, AccurateNorms, margin_for, total
+from dualdp_jax.per_sample.squared_norms import Accuracy, margin_for, total
+from dualdp_jax.rules.estimate import Estimate
+
+Array = jax.Array
+Bound = float | Array
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Clip:
     clipping: str  # one of `dualdp.plan.clipping.CLIPPING`
     groups: list[str]  # clipping group of each trained leaf
     sizes: list[int]  # number of elements of each trained leaf
-    bounds: dict[str, Any]  # mapping from group to bound, a number or a scalar array
+    bounds: dict[str, Bound]  # mapping from group to bound, a number or a scalar array
     margin: float  # relative rounding margin of the clipped sums
 
     @property
@@ -47,20 +51,19 @@ class Clip:
         return Accuracy(self.groups, floors, self.margin)
 
     def __call__(
-        self, found: AccurateNorms, mask: Any, given: Any = None
-    ) -> tuple[Any, dict[str, Any]]:
+        self, found: list[Estimate], mask: Array, given: Array | None = None
+    ) -> tuple[Array, dict[str, Array]]:
         """Return the norms of the examples, (n,), and their factors, (n,) per group.
 
         A factor is 0 where the mask is False or the norm is not finite; such an example must be
         dropped, not multiplied (0 * nan = nan). `given` (n,) holds weights that a check takes in
         the place of the factors, nan for the factors.
         """
-        sq_norms = total(found.sq_norms)
+        sq_norms = total([leaf.sq_norms for leaf in found])
         valid = mask & jnp.isfinite(sq_norms)
         factors = {}
         for group in dict.fromkeys(self.groups):  # one order in every process
-            members = [i for i, own in enumerate(self.groups) if own == group]
-            factor = self._factors(group, found, members)
+            factor = self._factors(group, found)
             if given is not None:
                 factor = jnp.where(jnp.isnan(given), factor, given)
             factors[group] = jnp.where(valid, factor, 0)
@@ -73,17 +76,18 @@ class Clip:
         bound = float(self.bounds[group]) * ((1 + margin_of("float64")) / (1 + self.margin))
         return float(factors_for(self.clipping, np.asarray([norm], np.float64), bound, xp=np)[0])
 
-    def _factors(self, group: str, found: AccurateNorms, members: list[int]) -> Any:
+    def _factors(self, group: str, found: list[Estimate]) -> Array:
         """Clip factors (n,) of one group.
 
         Squares below the smallest normal number are flushed to zero, at most `tiny` per number, and
         added back, so that a minute bound still holds. Where a gradient nearly cancels, its sum
         differs from it by rounding: the part beyond a quarter of the margin is added to the norm.
         """
-        sq_norms = total([found.sq_norms[i] for i in members])
+        members = [i for i, own in enumerate(self.groups) if own == group]
+        sq_norms = total([found[i].sq_norms for i in members])
         numbers = sum(self.sizes[i] for i in members)
         norms = jnp.sqrt(sq_norms + numbers * jnp.finfo(sq_norms.dtype).tiny)
-        moved = [found.rounding[i] for i in members if found.rounding[i] is not None]
+        moved = [part for i in members if (part := found[i].rounding) is not None]
         if moved:
             norms = norms + jnp.maximum(total(moved) - self.margin / 4 * norms, 0)
         bound = jnp.asarray(self.bounds[group], norms.dtype)
@@ -92,42 +96,40 @@ class Clip:
         return jnp.where((bound > 0) & jnp.isfinite(bound), factors, jnp.nan)
 
 
-def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any, times: Any = 1.0) -> Clip:
+def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any, times: Bound = 1.0) -> Clip:
     """Check the clipping arguments of a call and return its `Clip`; `times` scales all bounds."""
     _validate.choice("clipping", clipping, CLIPPING)
-    if isinstance(max_grad_norm, Mapping):
-        if clipping != "per_layer":
-            raise ValueError(
-                f"max_grad_norm is a mapping with clipping={clipping!r}. Expected one number; a "
-                "bound for each group goes with clipping='per_layer'."
-            )
-    else:
+    is_split = clipping == "per_layer"
+    if not isinstance(max_grad_norm, Mapping):
         max_grad_norm = _scalar(max_grad_norm)
-    groups = parameters.groups if clipping == "per_layer" else [""] * len(parameters.trained)
+    elif not is_split:
+        raise ValueError(
+            f"max_grad_norm is a mapping with clipping={clipping!r}. Expected one number; a bound "
+            "for each group goes with clipping='per_layer'."
+        )
+    groups = parameters.groups if is_split else [""] * len(parameters.trained)
     names = sorted(set(groups))
-    if clipping == "per_layer":
-        limits = group_bounds(names, max_grad_norm)
-    else:
-        limits = dict.fromkeys(names, max_grad_norm)
+    limits = group_bounds(names, max_grad_norm) if is_split else dict.fromkeys(names, max_grad_norm)
     bounds = {name: limits[name] * times for name in names}
     sizes = [math.prod(leaf.shape) for leaf in parameters.trained]
     return Clip(clipping, groups, sizes, bounds, margin_for(parameters.trained))
 
 
-def _scalar(max_grad_norm: Any) -> Any:
+def _scalar(max_grad_norm: Bound) -> Bound:
     """Positive number, or a traced scalar, whose value is unknown here."""
-    if not isinstance(max_grad_norm, jax.Array | np.ndarray):
-        return _validate.positive("max_grad_norm", max_grad_norm)
-    if max_grad_norm.shape != ():
-        raise ValueError(
-            f"max_grad_norm has shape {max_grad_norm.shape}. Expected a number or a scalar array."
-        )
-    if compat.is_traced(max_grad_norm):
-        return max_grad_norm
-    return _validate.positive("max_grad_norm", float(max_grad_norm))
+    if isinstance(max_grad_norm, jax.Array | np.ndarray):
+        shape = max_grad_norm.shape
+        if shape != ():
+            raise ValueError(
+                f"max_grad_norm has shape {shape}. Expected a number or a scalar array."
+            )
+        if compat.is_traced(max_grad_norm):
+            return max_grad_norm
+        max_grad_norm = float(max_grad_norm)
+    return _validate.positive("max_grad_norm", max_grad_norm)
 
 
-def checked_mask(mask: Any, num_examples: int) -> Any:
+def checked_mask(mask: Array | None, num_examples: int) -> Array:
     """Return the mask (n,) as an array of bools; all True for None."""
     if mask is None:
         return jnp.ones(num_examples, bool)

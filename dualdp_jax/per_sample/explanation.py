@@ -7,24 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 from dualdp_jax import compat
-from dualdp_jax.per_sample import norms
-from dualdp_jax.per_sample.call import Options, build
+from dualdp_jax.per_sample.call import Options, PyTree, build
 from dualdp_jax.per_sample.capture import analyzed
-from dualdp_jax.per_sample.methods import BY_COST, METHODS, check_method, is_small
+from dualdp_jax.per_sample.gradients import by_cost, never, unformed_uses
+from dualdp_jax.per_sample.methods import KEEPS, check_method, way_of
 
 
 @compat.promoting
 def explain(
     loss_fn: Callable[..., Any],
-    what: Any,
-    *batch: Any,
+    what: PyTree,
+    *batch: PyTree,
     method: str = "auto",
     has_aux: bool = False,
-    key: Any = None,
-    trainable: Any = None,
-    keep_batch_dim: bool = False,
-    rows_per_unit: int | None = None,
-    row_weights: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return how `clipped_grad_sum` treats a model, as plain data that can be saved.
 
@@ -50,16 +46,16 @@ def explain(
     >>> found["uses"][0]["primitive"], found["uses"][0]["form"], found["instantiated"]
     ('dot_general', 'lengths', ['b'])
     """
-    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
-    call = build(loss_fn, what, batch, options)
+    given = Options(method=method, has_aux=has_aux, **options)
+    check_method(method)
+    call = build(loss_fn, what, batch, given)
     if call.num_examples == 0:
         raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
-    check_method(method)
     call = analyzed(call)
     taken, names = call.analysis.uses_of(call.num_examples), call.parameters.names
-    unformed = norms.unformed_uses(taken, call.analysis.kept)
+    way, keeps = way_of(call, call.num_examples), KEEPS.get(method, by_cost)
+    unformed = unformed_uses(taken, call.analysis.kept, never)
     users = {number: len(group) for group in unformed.values() for number in group}
-    keeps = METHODS.get(method, BY_COST).keeps
     uses = [
         {
             "parameters": [names[index] for index in sorted(captured.use.sources)],
@@ -69,12 +65,9 @@ def explain(
         }
         for number, captured in enumerate(taken)
     ]
-    way = method if method in ("vmap", "loop") else "uses"
-    if method == "auto" and is_small(call, call.num_examples):
-        way = "vmap"
     return {
         "method": method,
-        "way": way,
+        "way": way if way in ("vmap", "loop") else "uses",
         "uses": uses,
         "instantiated": [names[index] for index in call.analysis.kept],
     }

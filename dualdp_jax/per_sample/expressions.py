@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from dualdp_jax import compat
 
-Undo = Callable[[Any], Any]
+Array = jax.Array
+Undo = Callable[[Array], Array]
 CASTS = ("convert_element_type", "copy", "copy_p")
 #: Primitives that permute the numbers, if the result has as many as the operand.
 PERMUTATIONS = ("transpose", "rev", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
@@ -27,7 +30,7 @@ PERMUTATIONS = ("transpose", "rev", "reshape", "squeeze", "expand_dims", "broadc
 class Operation:
     """Function of derived values, with one or more results."""
 
-    function: Callable[..., list[Any]]
+    function: Callable[..., list[Array]]
     inputs: tuple[Derived, ...]
 
 
@@ -35,7 +38,7 @@ class Operation:
 class Derived:
     """Value computed from parameters and constants."""
 
-    value: Any  # array, valid in the trace that made it
+    value: Array  # , valid in the trace that made it
     sources: frozenset[int]  # indices of the scope's parameters it depends on; empty: constant
     #: (operation, index of its result), or None for a parameter or a given constant.
     origin: tuple[Operation, int] | None = None
@@ -49,30 +52,33 @@ class Derived:
     index: int | None = None
 
 
-def constant(value: Any, index: int | None = None) -> Derived:
+Memo = dict[Operation, list[Array]]
+
+
+def constant(value: Array, index: int | None = None) -> Derived:
     """Return a value that depends on neither parameters nor data; `index` as in `Derived`."""
     return Derived(value, frozenset(), index=index)
 
 
-def parameter(index: int, value: Any) -> Derived:
+def parameter(index: int, value: Array) -> Derived:
     """Return the parameter of a scope as a derived value."""
     order = tuple(range(jnp.ndim(value)))
     return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order, index)
 
 
-def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
+def derive(eqn: JaxprEqn, inputs: Sequence[Derived]) -> list[Derived]:
     """Evaluate an equation whose inputs are parameters and constants only."""
-    operation = Operation(lambda *values: compat.bind(eqn, *values), tuple(inputs))
+    operation = Operation(partial(compat.bind, eqn), tuple(inputs))
     results = operation.function(*(item.value for item in inputs))
     sources = frozenset().union(*(item.sources for item in inputs))
-    undo, order = _undo(eqn, inputs), _order(eqn, inputs)
+    undo, order = _rearranged(eqn, inputs)
     return [
         Derived(value, sources, (operation, position), undo, order)
         for position, value in enumerate(results)
     ]
 
 
-def evaluate(item: Derived, values: Sequence[Any], memo: dict[Operation, list[Any]]) -> Any:
+def evaluate(item: Derived, values: Sequence[Array], memo: Memo) -> Array:
     """Evaluate `item` for other values of the scope.
 
     Constants are computed anew as well: their `value` may belong to a trace that has ended.
@@ -86,14 +92,14 @@ def evaluate(item: Derived, values: Sequence[Any], memo: dict[Operation, list[An
     return memo[operation][position]
 
 
-def pull_back(item: Derived, values: Sequence[Any], cotangent: Any) -> dict[int, Any]:
+def pull_back(item: Derived, values: Sequence[Array], cotangent: Array) -> dict[int, Array]:
     """Return the gradients of the scope's parameters from a gradient of the item (same shape)."""
     if item.undo is not None:
         (index,) = item.sources
         return {index: item.undo(cotangent)}
     sources = sorted(item.sources)
 
-    def function(*parts: Any) -> Any:
+    def function(*parts: Array) -> Array:
         replaced = list(values)
         for index, part in zip(sources, parts, strict=True):
             replaced[index] = part
@@ -103,38 +109,29 @@ def pull_back(item: Derived, values: Sequence[Any], cotangent: Any) -> dict[int,
     return dict(zip(sources, pull(cotangent.astype(value.dtype)), strict=True))
 
 
-def _undo(eqn: Any, inputs: Sequence[Derived]) -> Undo | None:
-    """Inverse of a rearrangement applied to a rearranged parameter, else None."""
-    before = inputs[0].undo if len(inputs) == 1 else None
-    inverse = None if before is None else _inverse(eqn, jnp.shape(inputs[0].value))
-    if before is None or inverse is None:
-        return None
-    return lambda cotangent: before(inverse(cotangent))
+def _rearranged(eqn: Any, inputs: Sequence[Derived]) -> tuple[Undo | None, tuple[int, ...] | None]:
+    """`undo` and `order` of the results of an equation, see `Derived`.
 
-
-def _order(eqn: Any, inputs: Sequence[Derived]) -> tuple[int, ...] | None:
-    """Axis of the parameter for each axis of the result, if nothing else changed, else None."""
-    before = inputs[0].order if len(inputs) == 1 else None
-    if before is None or eqn.primitive.name not in ("transpose", *CASTS):
-        return None
-    axes = eqn.params.get("permutation", range(len(before)))
-    return tuple(before[axis] for axis in axes)
-
-
-def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
-    """Inverse of one equation that only permutes numbers, else None; casts are not inverted.
-
-    A float32 gradient is not rounded to the cast's bfloat16 on its way back. The inverse of a
-    permutation is its transpose, which jax derives.
+    Casts are not inverted: a float32 gradient is not rounded to the cast's bfloat16 on its way
+    back. The inverse of a permutation is its transpose, which jax derives.
     """
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name in CASTS and jnp.issubdtype(out.dtype, jnp.floating):
-        return lambda cotangent: cotangent
-    if name not in PERMUTATIONS or out.size != math.prod(shape):
-        return None
+    name = eqn.primitive.name
+    if len(inputs) != 1 or name not in (*CASTS, *PERMUTATIONS):
+        return None, None
+    item, out = inputs[0], eqn.outvars[0].aval
+    before, shape = item.undo, jnp.shape(item.value)
+    is_cast = name in CASTS
+    fits = jnp.issubdtype(out.dtype, jnp.floating) if is_cast else out.size == math.prod(shape)
+    if before is None or not fits:
+        return None, None
 
-    def undo(cotangent: Any) -> Any:
+    def undo(cotangent: Array) -> Array:
+        if is_cast:
+            return before(cotangent)
         like = compat.varying_zeros(shape, cotangent.dtype, compat.varying_axes(cotangent))
-        return jax.linear_transpose(lambda x: compat.bind(eqn, x)[0], like)(cotangent)[0]
+        return before(jax.linear_transpose(lambda x: compat.bind(eqn, x)[0], like)(cotangent)[0])
 
-    return undo
+    if item.order is None or not (is_cast or name == "transpose"):
+        return undo, None
+    axes = eqn.params.get("permutation", range(len(item.order)))
+    return undo, tuple(item.order[axis] for axis in axes)

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from dualdp_jax import compat
 from dualdp_jax.per_sample.expressions import (
     Derived,
-    Operation,
+    Memo,
     constant,
     derive,
     evaluate,
@@ -23,51 +28,68 @@ from dualdp_jax.per_sample.expressions import (
 from dualdp_jax.rules import RULES, Rule, Spec
 
 CONVOLUTION = "conv_general_dilated"
-Pull = Callable[[Sequence[Any], Any], dict[int, Any]]
-
-
-@dataclass(frozen=True)
-class ParameterUse:
-    """Equation in which a weight (a value derived from parameters) meets data."""
-
-    primitive: str  # name of the equation's primitive
-    rule: Rule
-    spec: Spec  # `Spec` with the equation's parameters and the position of the weight
-    sources: frozenset[int]  # indices of the parameters that the weight is computed from
-    is_rearrangement: bool  # True if the weight has the numbers of one parameter, in any order
-    pull: Pull  # callable (parameters, gradient of the operand) -> gradients by parameter index
-    order: tuple[int, ...] | None = None  # axes of the parameter, see `Derived`
+Array = jax.Array
 
 
 class ResultType(NamedTuple):
     """Type of the result of a use."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     axes: frozenset[str]  # `shard_map` axes over which the array varies
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """Equation in which a weight (a value derived from parameters) meets data.
+
+    Attributes:
+        primitive: name of the equation's primitive.
+        rule: `Rule` of the primitive.
+        spec: `Spec` with the equation's parameters and the position of the weight.
+        result: type of the result.
+        loops: per loop around the use, outermost first, True if the weight differs at every step.
+        sources: indices of the parameters that the weight is computed from.
+        is_rearrangement: True if the weight has the numbers of one parameter, in any order.
+        order: axes of the parameter, see `Derived`.
+        pull: callable (parameters, gradient of the operand) -> gradients by parameter index.
+    """
+
+    primitive: str
+    rule: Rule
+    spec: Spec
+    result: ResultType
+    loops: tuple[bool, ...]
+    sources: frozenset[int]
+    is_rearrangement: bool
+    order: tuple[int, ...] | None
+    pull: Callable[[Sequence[Array], Array], dict[int, Array]]
 
 
 class DeferredUse(NamedTuple):
     """Use that is evaluated only when another equation reads its result."""
 
-    eqn: Any  # equation of the use
-    inputs: list[Any]
+    eqn: JaxprEqn  # equation of the use
+    inputs: list[Item]
     position: int  # index of the weight among the operands
     #: axes of the result that are summed at once, for rules with `takes_sums`.
     summed: tuple[int, ...] = ()
+
+
+#: Value in an evaluation: data, derived from parameters, or a use whose result nothing has read.
+Item = Array | Derived | DeferredUse
 
 
 @dataclass
 class Scope:
     """State of one jaxpr evaluation: the whole loss (with inlined calls), or the body of a loop."""
 
-    values: list[Any]  # the parameters of this scope
-    probed: list[Any]  # the same values plus their probes
+    values: list[Array]  # the parameters of this scope
+    probed: list[Array]  # the same values plus their probes
     #: zeros to add at the uses, in order; None while the uses are collected.
-    probes: list[Any] | None = None
+    probes: Iterator[Array] | None = None
     uses: list[ParameterUse] = field(default_factory=list)  # `ParameterUse`, in program order
-    operands: list[tuple[Any, ...]] = field(default_factory=list)  # per use its data operands
-    results: list[ResultType] = field(default_factory=list)  # per use the type of its result
+    operands: list[tuple[Array, ...]] = field(default_factory=list)  # per use its data operands
     wanted: set[int] = field(default_factory=set)  # parameters with uses that have no rule
     #: parameters that reach an operation without gradient.
     blocked: set[int] = field(default_factory=set)
@@ -75,9 +97,9 @@ class Scope:
     #: mapping from loop equation to the scope of a shape-only run of its body.
     plans: dict[Any, Scope] = field(default_factory=dict)
     #: mapping from operation to its results for `probed`.
-    memo: dict[Operation, list[Any]] = field(default_factory=dict)
+    memo: Memo = field(default_factory=dict)
 
-    def enter(self, item: Any) -> Any:
+    def enter(self, item: Item) -> Array:
         """Return a plain value for ordinary computation; a parameter gets its own probe."""
         if isinstance(item, DeferredUse):
             return _record_use(self, item)
@@ -86,39 +108,31 @@ class Scope:
             return evaluate(item, self.probed, self.memo)
         return item
 
-    def take_probes(self, count: int) -> list[Any] | None:
-        """Take the probes of the next `count` uses; None while the uses are collected."""
-        if self.probes is None:
-            return None
-        taken, self.probes = self.probes[:count], self.probes[count:]
-        return taken
 
-
-def run(scope: Scope, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def run(scope: Scope, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Item]) -> list[Item]:
     """Evaluate a jaxpr on data and `Derived` values; the results are of these kinds too."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     env |= zip(jaxpr.invars, args, strict=True)
-    read = lambda v: constant(v.val) if isinstance(v, compat.Literal) else env[v]  # noqa: E731
+    read_at = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+    num_readers = Counter(v for v in read_at if not isinstance(v, compat.Literal))
+
+    def read(var: Any) -> Item:
+        return constant(var.val) if isinstance(var, compat.Literal) else env[var]
+
     for eqn in jaxpr.eqns:
         results = _step(scope, eqn, [read(v) for v in eqn.invars])
         env |= zip(eqn.outvars, results, strict=True)
         for var, item in zip(eqn.outvars, results, strict=True):
-            if isinstance(item, DeferredUse) and _num_readers(jaxpr, var) > 1:
+            if isinstance(item, DeferredUse) and num_readers[var] > 1:
                 env[var] = scope.enter(item)
     return [read(v) for v in jaxpr.outvars]
 
 
-def _num_readers(jaxpr: Any, var: Any) -> int:
-    """Number of occurrences of a variable as an operand or a result."""
-    operands = [v for eqn in jaxpr.eqns for v in eqn.invars]
-    return sum(v is var for v in [*operands, *jaxpr.outvars])
-
-
-def _is_weight(item: Any) -> bool:
+def _is_weight(item: Item) -> TypeGuard[Derived]:
     return isinstance(item, Derived) and bool(item.sources)
 
 
-def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _step(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
     is_deferred = any(isinstance(item, DeferredUse) for item in inputs)
@@ -126,14 +140,16 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     if (holds_weight or is_deferred or convolves) and name in compat.WRAPPERS:
         jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
         return run(scope, jaxpr, consts, inputs)
-    is_derived = all(isinstance(item, Derived) for item in inputs)
+    derived = [item for item in inputs if isinstance(item, Derived)]
+    is_derived = len(derived) == len(inputs)
     # A custom backward may be no linear map: it must get the whole cotangent, not summands.
     if is_derived and not (holds_weight and compat.has_own_backward(eqn)):
-        return _derived(scope, eqn, inputs)
+        return _derived(scope, eqn, derived)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
-    if is_deferred and name == "reduce_sum" and not inputs[0].summed:
-        return [_record_use(scope, inputs[0]._replace(summed=tuple(eqn.params["axes"])))]
+    first = inputs[0] if inputs else None
+    if isinstance(first, DeferredUse) and name == "reduce_sum" and not first.summed:
+        return [_record_use(scope, first._replace(summed=tuple(eqn.params["axes"])))]
     position = _rule_position(eqn, inputs) if holds_weight else None
     if position is not None:
         found = DeferredUse(eqn, inputs, position)
@@ -143,7 +159,7 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
-def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
+def _derived(scope: Scope, eqn: JaxprEqn, inputs: list[Derived]) -> list[Item]:
     """Results derived from parameters and constants; plain values where no gradient passes."""
     results: list[Any] = derive(eqn, inputs)
     for position, result in enumerate(results):
@@ -154,7 +170,7 @@ def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
     return results
 
 
-def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
+def _rule_position(eqn: Any, inputs: list[Item]) -> int | None:
     """Position of the weight if a rule accepts this equation, else None."""
     rule = RULES.get(eqn.primitive.name)
     weights = [i for i, item in enumerate(inputs) if _is_weight(item)]
@@ -165,10 +181,11 @@ def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
     return weights[0] if is_float and rule.accepts(eqn.params, weights[0], shapes) else None
 
 
-def _record_use(scope: Scope, found: DeferredUse) -> Any:
+def _record_use(scope: Scope, found: DeferredUse) -> Array:
     """Evaluate an equation that has a rule, record the use, and add its probe."""
     eqn, inputs, position, summed = found
-    weight: Derived = inputs[position]
+    weight = inputs[position]
+    assert isinstance(weight, Derived)
     others = tuple(scope.enter(item) for i, item in enumerate(inputs) if i != position)
     values = [*others[:position], weight.value, *others[position:]]
     (result,) = compat.bind(eqn, *values)
@@ -177,140 +194,98 @@ def _record_use(scope: Scope, found: DeferredUse) -> Any:
         ParameterUse(
             primitive=eqn.primitive.name,
             rule=RULES[eqn.primitive.name],
-            spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype, (), summed),
+            spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype, 0, summed),
+            result=ResultType(result.shape, result.dtype, compat.varying_axes(result)),
+            loops=(),
             sources=weight.sources,
             is_rearrangement=weight.undo is not None,
-            pull=lambda values, cotangent: pull_back(weight, values, cotangent),
             order=weight.order,
+            pull=partial(pull_back, weight),
         )
     )
     scope.operands.append(others)
-    scope.results.append(ResultType(result.shape, result.dtype, compat.varying_axes(result)))
-    probe = scope.take_probes(1)
-    return result if probe is None else result + probe[0]
+    return result if scope.probes is None else result + next(scope.probes)
 
 
-class Loop(NamedTuple):
-    """Scan equation with its inputs sorted into parameters, constants and data."""
+def _scan(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
+    """Evaluate a scan that uses parameters; arrays of its uses are stacked over the steps.
 
-    #: `Derived`, the scan's constants that are not data, and its scanned weights.
-    given: list[Derived]
-    is_stacked: list[bool]  # bools, per value of `given` True if it is scanned
-    #: callable (inner scope, carry, slices) -> (carry, outputs) of one step.
-    body: Callable[[Scope, Any, Any], tuple[list[Any], list[Any]]]
-    carry: list[Any]  # initial values
-    scanned: list[Any]  # the other scanned inputs
-    plan: Scope  # `Scope` of one step, from types alone
-
-
-def _loop(scope: Scope, eqn: Any, inputs: list[Any]) -> Loop:
-    """Sort the inputs of a scan, and find the uses in its body."""
+    The parameters of its body are the scan's constants that are not data, and its scanned weights.
+    """
     num_consts, num_carry = compat.scan_sizes(eqn)
     inputs = [scope.enter(item) if isinstance(item, DeferredUse) else item for item in inputs]
     consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
     carry = [scope.enter(item) for item in inputs[num_consts : num_consts + num_carry]]
     fixed = [item for item in consts if isinstance(item, Derived)]
-    stacked = [item for item in xs if _is_weight(item)]
-    jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
-
-    def body(inner: Scope, carry: Any, slices: Any) -> tuple[list[Any], list[Any]]:
-        given = (
-            parameter(i, value) if _is_weight(item) else constant(value, i)
-            for i, (item, value) in enumerate(zip(fixed + stacked, inner.values, strict=True))
-        )
-        items = iter(slices)
-        args = [next(given) if isinstance(item, Derived) else item for item in consts]
-        args += carry
-        args += [next(given) if _is_weight(item) else next(items) for item in xs]
-        results = [inner.enter(item) for item in run(inner, jaxpr, closed, args)]
-        return results[:num_carry], results[num_carry:]
-
+    given, num_fixed = fixed + [item for item in xs if _is_weight(item)], len(fixed)
     scanned = [scope.enter(item) for item in xs if not _is_weight(item)]
-    is_stacked = [False] * len(fixed) + [True] * len(stacked)
+    raw = probed = [item.value for item in given]
+    jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
+    scopes: list[Scope] = []
 
-    def plan() -> Scope:
-        found: list[Scope] = []
-
-        def one(values: Any, carry: Any, slices: Any) -> Any:
-            found.append(Scope(list(values), list(values), plans=scope.plans))
-            return body(found[-1], carry, slices)
-
-        pairs = zip(fixed + stacked, is_stacked, strict=True)
-        types = [
-            compat.type_of_row(item.value) if flag else compat.type_of(item.value)
-            for item, flag in pairs
-        ]
-        slices = [compat.type_of_row(value) for value in scanned]
-        jax.eval_shape(one, types, [compat.type_of(value) for value in carry], slices)
-        return found[-1]
+    def step(carry: list[Array], slices: Any) -> tuple[list[Array], Any]:
+        items, raw_slices, probed_slices, zeros = slices
+        values = [*raw[:num_fixed], *raw_slices], [*probed[:num_fixed], *probed_slices]
+        inner = Scope(*values, None if zeros is None else iter(zeros), plans=scope.plans)
+        scopes.append(inner)
+        own = (
+            parameter(i, value) if _is_weight(item) else constant(value, i)
+            for i, (item, value) in enumerate(zip(given, inner.values, strict=True))
+        )
+        rest = iter(items)
+        args = [next(own) if isinstance(item, Derived) else item for item in consts] + carry
+        args += [next(own) if _is_weight(item) else next(rest) for item in xs]
+        results = [inner.enter(item) for item in run(inner, jaxpr, closed, args)]
+        return results[:num_carry], (results[num_carry:], inner.operands)
 
     # The uses in the body depend on nothing else.
-    kinds = tuple("weight" if _is_weight(i) else isinstance(i, Derived) for i in inputs)
-    key = (id(eqn), kinds)
+    key = id(eqn), tuple("weight" if _is_weight(i) else isinstance(i, Derived) for i in inputs)
     if key not in scope.plans:
-        scope.plans[key] = plan()
-    return Loop(fixed + stacked, is_stacked, body, carry, scanned, scope.plans[key])
-
-
-def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluate a scan that uses parameters; arrays of its uses are stacked over the steps."""
-    loop, length = _loop(scope, eqn, inputs), eqn.params["length"]
-    plan = loop.plan
-    raw = [item.value for item in loop.given]
-    probed = [
-        scope.enter(item) if index in plan.wanted else item.value
-        for index, item in enumerate(loop.given)
-    ]
-    scope.blocked |= {i for j in plan.blocked for i in loop.given[j].sources}
+        slices = (scanned, raw[num_fixed:], probed[num_fixed:])
+        jax.eval_shape(step, carry, (*jax.tree.map(compat.type_of_row, slices), None))
+        scope.plans[key] = scopes[-1]
+    plan = scope.plans[key]
+    probed = [scope.enter(x) if i in plan.wanted else x.value for i, x in enumerate(given)]
+    scope.blocked |= {i for j in plan.blocked for i in given[j].sources}
     scope.convolves |= plan.convolves
-    probes = scope.take_probes(len(plan.uses))
-    pick = lambda values, flag: [  # noqa: E731
-        v for v, stacked in zip(values, loop.is_stacked, strict=True) if stacked == flag
-    ]
-
-    def merge(slices: Any, whole: list[Any]) -> list[Any]:
-        stacked, fixed = iter(slices), iter(pick(whole, False))
-        return [next(stacked) if flag else next(fixed) for flag in loop.is_stacked]
-
-    def step(carry: Any, slices: Any) -> Any:
-        items, raw_slices, probed_slices, zeros = slices
-        values, with_probes = merge(raw_slices, raw), merge(probed_slices, probed)
-        inner = Scope(values, with_probes, zeros, plans=scope.plans)
-        carry, outputs = loop.body(inner, carry, items)
-        return carry, (outputs, inner.operands)
-
-    xs = (loop.scanned, pick(raw, True), pick(probed, True), probes)
+    zeros = None if scope.probes is None else list(islice(scope.probes, len(plan.uses)))
+    xs_of_steps = (scanned, raw[num_fixed:], probed[num_fixed:], zeros)
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
-    carry, (outputs, operands) = jax.lax.scan(step, loop.carry, xs, length=length, **options)
-    scope.uses += [_lifted(use, loop) for use in plan.uses]
+    length = eqn.params["length"]
+    carry, (outputs, operands) = jax.lax.scan(step, carry, xs_of_steps, length=length, **options)
+    scope.uses += [_lifted(use, given, num_fixed, length) for use in plan.uses]
     scope.operands += operands
-    scope.results += [found._replace(shape=(length, *found.shape)) for found in plan.results]
     return [*carry, *outputs]
 
 
-def _lifted(use: ParameterUse, loop: Loop) -> ParameterUse:
-    """Use in a loop body seen from outside the loop, with the steps as a leading axis."""
-    is_stacked = any(loop.is_stacked[index] for index in use.sources)
-    axes = [0 if stacked else None for stacked in loop.is_stacked]
+def _lifted(use: ParameterUse, given: list[Derived], num_fixed: int, length: int) -> ParameterUse:
+    """Use in a loop body seen from outside the loop, with the steps as a leading axis.
 
-    def pull(values: Sequence[Any], cotangent: Any) -> dict[int, Any]:
-        memo: dict[Operation, list[Any]] = {}
-        inner = [evaluate(item, values, memo) for item in loop.given]
+    `given` are the parameters of the body, of which those after the first `num_fixed` are scanned.
+    """
+    is_stacked = any(index >= num_fixed for index in use.sources)
+    axes = [None] * num_fixed + [0] * (len(given) - num_fixed)
+
+    def pull(values: Sequence[Array], cotangent: Array) -> dict[int, Array]:
+        memo: Memo = {}
+        inner = [evaluate(item, values, memo) for item in given]
         if is_stacked:
             parts = jax.vmap(use.pull, in_axes=(axes, 0))(inner, cotangent)
-            parts = {j: p if loop.is_stacked[j] else p.sum(0) for j, p in parts.items()}
+            parts = {j: p.sum(0) if j < num_fixed else p for j, p in parts.items()}
         else:
             parts = use.pull(inner, cotangent)
-        total: dict[int, Any] = {}
+        total: dict[int, Array] = {}
         for j, part in parts.items():
-            for i, grad in pull_back(loop.given[j], values, part).items():
+            for i, grad in pull_back(given[j], values, part).items():
                 total[i] = total[i] + grad if i in total else grad
         return total
 
-    outer = [loop.given[index] for index in sorted(use.sources)]
+    outer = [given[index] for index in sorted(use.sources)]
     return replace(
         use,
-        spec=use.spec._replace(loops=(is_stacked, *use.spec.loops)),
+        spec=use.spec if is_stacked else use.spec._replace(loops=use.spec.loops + 1),
+        result=use.result._replace(shape=(length, *use.result.shape)),
+        loops=(is_stacked, *use.loops),
         sources=frozenset().union(*(weight.sources for weight in outer)),
         is_rearrangement=use.is_rearrangement and all(w.undo is not None for w in outer),
         pull=pull,

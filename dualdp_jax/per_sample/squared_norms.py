@@ -8,7 +8,8 @@ large, or that overflows or is nan, is replaced by the norm of that one example'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from dualdp.plan.clipping import margin_of
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.rules.estimate import Estimate, stable_norm
 
+PyTree = Any
+Array = jax.Array
 #: Norms that clip nothing are exact to half the margin times the larger of norm and this.
 RESOLUTION = 1e-9
-Formed = Callable[[Any], Any]  # arrays (1, ...) of one example to its gradient (1, *shape)
 
 
 class Accuracy(NamedTuple):
@@ -28,52 +30,36 @@ class Accuracy(NamedTuple):
 
     groups: Sequence[str]  # per leaf the clipping group whose factor its norm enters
     #: scalars, per leaf the group norm below which the allowed error is constant.
-    floors: Sequence[Any]
+    floors: Sequence[float | Array]
     margin: float  # twice the allowed relative error of a norm
 
 
-class LeafNorms(NamedTuple):
-    """Estimate of the norms of one leaf, and the means to compute them exactly."""
-
-    estimate: Estimate  # `Estimate` of its norms
-    arrays: Any = None  # pytree of (n, ...), inputs of `formed`
-    #: callable from one example of `arrays` to its gradient; may be None if the estimate has no
-    #: errors, or has `again`.
-    formed: Formed | None = None
-
-
-class AccurateNorms(NamedTuple):
-    """Norms within the allowed error."""
-
-    sq_norms: list[Any]  # (n,) per leaf
-    rounding: list[Any]  # (n,) per leaf or None; see `Estimate`
-
-
-def margin_for(trained: Sequence[Any]) -> float:
+def margin_for(trained: Sequence[Array]) -> float:
     """Return the margin of clipped sums of these leaves: that of the least precise one."""
     return max((margin_of(widen(leaf).dtype) for leaf in trained), default=0.0)
 
 
-def reported(trained: Sequence[Any], groups: Sequence[str]) -> Accuracy:
+def reported(trained: Sequence[Array], groups: Sequence[str]) -> Accuracy:
     """Return the accuracy of norms that clip nothing."""
     return Accuracy(groups, [RESOLUTION] * len(trained), margin_for(trained))
 
 
-def total(parts: Sequence[Any]) -> Any:
+def total(parts: Sequence[Array]) -> Array:
     """Return the sum of arrays, in the widest of their dtypes."""
     dtype = jnp.result_type(jnp.float32, *parts)
     found = [part.astype(dtype) for part in parts]
     return sum(found[1:], found[0])
 
 
-def accurate(sources: Sequence[LeafNorms], accuracy: Accuracy, mask: Any = None) -> AccurateNorms:
-    """Return the squared norms of the leaves within the allowed error.
+def accurate(
+    estimates: Sequence[Estimate], accuracy: Accuracy, mask: Array | None = None
+) -> list[Estimate]:
+    """Return the norms of the leaves within the allowed error.
 
     `mask` (n,) is False for examples whose norms need not be exact.
     """
-    estimates = [source.estimate for source in sources]
     found = [estimate.sq_norms for estimate in estimates]
-    fine = _fine(estimates, accuracy, mask)
+    fine = within_error(estimates, accuracy, mask)
     agains = {i: again for i in fine if (again := estimates[i].again) is not None}
     if agains:
         again = jax.lax.cond(
@@ -85,58 +71,54 @@ def accurate(sources: Sequence[LeafNorms], accuracy: Accuracy, mask: Any = None)
             found[i] = sq_norms
     formed = [i for i in fine if i not in agains]
     if formed:
-        known = [(sources[i], found[i], fine[i]) for i in formed]
+        known = [(estimates[i], fine[i]) for i in formed]
         for i, sq_norms in zip(formed, _by_forming(known), strict=True):
             found[i] = sq_norms
-    return AccurateNorms(found, [estimate.rounding for estimate in estimates])
+    return [e._replace(sq_norms=sq) for e, sq in zip(estimates, found, strict=True)]
 
 
-def _fine(estimates: Sequence[Estimate], accuracy: Accuracy, mask: Any) -> dict[int, Any]:
+def within_error(
+    estimates: Sequence[Estimate], accuracy: Accuracy, mask: Array | None
+) -> dict[int, Array]:
     """Mapping from leaf to (n,) bool, True if its estimate is within the allowed error.
 
     The errors of a group are allowed if they are within the margin together; otherwise those
     estimates fail whose error is more than an equal share.
     """
-    known = {
-        i: jnp.isfinite(e.sq_norms) & jnp.isfinite(e.errors)
-        for i, e in enumerate(estimates)
-        if e.errors is not None
-    }
-    fine = dict(known)
-    for group in dict.fromkeys(accuracy.groups[i] for i in known):
+    finite = partial(jnp.nan_to_num, nan=0, posinf=0)
+    errors = {i: e.errors for i, e in enumerate(estimates) if e.errors is not None}
+    fine = {}
+    for group in dict.fromkeys(accuracy.groups[i] for i in errors):
         members = [i for i, own in enumerate(accuracy.groups) if own == group]
-        some = [i for i in members if i in known]
-        finite = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # noqa: E731
+        some = [i for i in members if i in errors]
         sq_norm = total([finite(estimates[i].sq_norms) for i in members])
-        error = total([finite(estimates[i].errors) for i in some])
+        error = total([finite(errors[i]) for i in some])
         floor = jnp.asarray(accuracy.floors[some[0]], sq_norm.dtype)
         allowed = jnp.maximum(accuracy.margin * sq_norm, jnp.square(accuracy.margin / 2 * floor))
         for i in some:
-            small = estimates[i].errors * len(some) <= allowed
-            fine[i] = known[i] & ((error <= allowed) | small)
+            known = jnp.isfinite(estimates[i].sq_norms) & jnp.isfinite(errors[i])
+            fine[i] = known & ((error <= allowed) | (errors[i] * len(some) <= allowed))
     return fine if mask is None else {i: good | ~mask for i, good in fine.items()}
 
 
-def _by_forming(known: Sequence[tuple[LeafNorms, Any, Any]]) -> list[Any]:
-    """Squared norms (n,) of (source, estimate, is fine) of each leaf, from the formed gradients.
+def _by_forming(known: Sequence[tuple[Estimate, Array]]) -> list[Array]:
+    """Squared norms (n,) of (estimate, is fine) of each leaf, from the formed gradients.
 
     Gradients are formed one example at a time, for those of which one estimate is not fine, and of
     all these leaves: few branches are quick to compile.
     """
-    sources, estimates, fine = map(list, zip(*known, strict=True))
+    sources, fine = zip(*known, strict=True)
+    estimates = [source.sq_norms for source in sources]
     is_fine = jnp.stack(fine).all(0)  # (n,)
 
-    def form(arrays: list[Any]) -> list[Any]:
-        lifted = jax.tree.map(lambda x: x[None], arrays)
-        grads = [source.formed(part) for source, part in zip(sources, lifted, strict=True)]
-        return [jnp.square(stable_norm(grad)[0]) for grad in grads]
+    def form(source: Estimate, sq_norm: Array, arrays: PyTree) -> Array:
+        assert source.formed is not None
+        grads = source.formed(jax.tree.map(lambda x: x[None], arrays))
+        return jnp.square(stable_norm(grads)[0]).astype(sq_norm.dtype)
 
-    def one(example: Any) -> list[Any]:
+    def one(example: tuple[list[Array], Array, list[PyTree]]) -> list[Array]:
         old, fine, arrays = example
-        dtypes = [sq_norm.dtype for sq_norm in old]
-        new = lambda: [sq.astype(d) for sq, d in zip(form(arrays), dtypes, strict=True)]  # noqa: E731
-        return jax.lax.cond(fine, lambda: old, new)
+        return jax.lax.cond(fine, lambda: old, lambda: list(map(form, sources, old, arrays)))
 
-    arrays = [source.arrays for source in sources]
-    again = lambda: jax.lax.map(one, (estimates, is_fine, arrays))  # noqa: E731
-    return list(jax.lax.cond(is_fine.all(), lambda: estimates, again))
+    examples = estimates, is_fine, [source.arrays for source in sources]
+    return list(jax.lax.cond(is_fine.all(), lambda: estimates, lambda: jax.lax.map(one, examples)))

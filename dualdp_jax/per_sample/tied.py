@@ -36,7 +36,7 @@ class OuterProducts(NamedTuple):
 def outer_products(captured: CapturedUse) -> OuterProducts | None:
     """Return the outer products of a use, in the parameter's axes; None if it has no such form."""
     use, operands, cotangents = captured
-    if use.rule.factors is None or use.order is None or len(use.order) != 2 or use.spec.loops:
+    if use.rule.factors is None or use.order is None or len(use.order) != 2 or use.loops:
         return None
     found = use.rule.factors(use.spec, operands, cotangents)
     if found is None:
@@ -66,7 +66,7 @@ def norms(uses: Sequence[CapturedUse]) -> Estimate:
     products = [found for use in uses if (found := outer_products(use)) is not None]
     squares: Any = 0.0
     for i, one in enumerate(products):
-        squares = squares + _pairs(one, one) + sum(2 * _pairs(one, two) for two in products[:i])
+        squares = squares + pairs(one, one) + sum(2 * pairs(one, two) for two in products[:i])
     left, right = (
         jnp.concatenate(lengths, 1) for lengths in zip(*map(_sq_lengths, products), strict=True)
     )
@@ -74,7 +74,7 @@ def norms(uses: Sequence[CapturedUse]) -> Estimate:
     return of_gram(squares, left, right, (rows, columns))
 
 
-def _pairs(a: OuterProducts, b: OuterProducts) -> Any:
+def pairs(a: OuterProducts, b: OuterProducts) -> Any:
     """Sum of (l . l') (r . r') over all pairs of positions, (n,)."""
     if b.is_lookup and not a.is_lookup:
         a, b = b, a

@@ -8,7 +8,7 @@ treats a unit as one example.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,58 +18,62 @@ from dualdp import _validate
 from dualdp_jax import compat
 from dualdp_jax.rules.arrays import widen
 
-
-class Units(NamedTuple):
-    """Batch of U units of K rows each."""
-
-    rows: tuple[list[Any], Any]  # arrays (U, K, ...) and positions (U, K)
-    #: callable (trained leaves, shared, one unit of `rows`) -> (loss () of the unit, aux (K, ...)).
-    loss: Callable[[list[Any], Any, Any], tuple[Any, Any]]
-    live: Any  # (U,) bool, False for a unit whose weights are all 0; None without weights
+PyTree = Any
+Array = jax.Array
+Row = tuple[list[Array], Array]  # arrays of one example, and its position in the batch
+Loss = Callable[[list[Array], PyTree, Row], tuple[Array, PyTree]]
 
 
 def grouped(
-    rows: tuple[list[Any], Any],
-    loss_of_row: Callable[[list[Any], Any, Any], tuple[Any, Any]],
-    rows_per_unit: int,
-    row_weights: Any,
-) -> Units:
+    rows: Row, loss_of_row: Loss, rows_per_unit: int, row_weights: Array | None
+) -> tuple[Row, Loss, Array | None]:
     """Join the rows of each unit: arrays (U * K, ...), of which unit u has u * K .. u * K + K - 1.
 
     The loss of a unit is the mean of its rows' losses, or their sum with these weights (U * K,). A
     row of weight 0 is replaced by another one of its unit, so that its numbers, perhaps nan, do not
     enter the gradient.
+
+    Returns:
+        Arrays (U, K, ...) and positions (U, K); the loss of one unit of these, with aux (K, ...);
+        (U,) bool, False for a unit whose weights are all 0, None without weights.
     """
+    if rows_per_unit == 1 and row_weights is None:
+        return rows, loss_of_row, None
     num_units = rows[1].shape[0] // rows_per_unit
-    cut = lambda leaf: leaf.reshape(num_units, rows_per_unit, *leaf.shape[1:])  # noqa: E731
-    arrays, positions = jax.tree.map(cut, rows)
 
-    def losses_of(trained: list[Any], shared: Any, rows: Any) -> tuple[Any, Any]:
-        losses, aux = compat.all_at_once(lambda row: loss_of_row(trained, shared, row))(rows)
-        return widen(losses), aux
+    def cut(leaf: Array) -> Array:
+        return leaf.reshape(num_units, rows_per_unit, *leaf.shape[1:])
 
-    def mean(trained: list[Any], shared: Any, unit: Any) -> tuple[Any, Any]:
-        losses, aux = losses_of(trained, shared, unit)
-        return losses.mean(), aux
-
-    def weighted(trained: list[Any], shared: Any, unit: Any) -> tuple[Any, Any]:
-        (*arrays, weights), positions = unit
-        losses, aux = losses_of(trained, shared, (arrays, positions))
+    def loss(trained: list[Array], shared: PyTree, unit: Row) -> tuple[Array, PyTree]:
+        arrays, positions = unit
+        arrays, weights = (arrays, None) if row_weights is None else (arrays[:-1], arrays[-1])
+        each = compat.all_at_once(lambda row: loss_of_row(trained, shared, row))
+        losses, aux = each((arrays, positions))
+        losses = widen(losses)
+        if weights is None:
+            return losses.mean(), aux
         return (weights.astype(losses.dtype) * losses).sum(), aux
 
+    arrays, positions = jax.tree.map(cut, rows)
     if row_weights is None:
-        return Units((arrays, positions), mean, None)
+        return (arrays, positions), loss, None
     weights = cut(row_weights)
     counts = weights != 0
     first = jnp.argmax(counts, 1, keepdims=True)
     index = jnp.where(counts, jnp.arange(rows_per_unit), first)  # (U, K), row of the unit
     arrays = [jax.vmap(lambda leaf, at: leaf[at])(leaf, index) for leaf in arrays]
-    return Units(([*arrays, weights], positions), weighted, counts.any(1))
+    return ([*arrays, weights], positions), loss, counts.any(1)
 
 
-def check_rows(rows_per_unit: Any, num_rows: int) -> int:
+def check_rows(rows_per_unit: int | None, row_weights: Array | None, num_rows: int) -> int:
     """Return the validated number of rows per unit."""
-    size = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
+    if row_weights is not None and rows_per_unit is None:
+        raise ValueError(
+            "row_weights came without rows_per_unit, so that each row would be clipped alone. "
+            "Expected rows_per_unit=K, the number of rows of a unit."
+        )
+    given = 1 if rows_per_unit is None else rows_per_unit
+    size = _validate.integer("rows_per_unit", given, minimum=1)
     if num_rows % size:
         raise ValueError(
             f"The batch has {num_rows} rows with rows_per_unit={size}. Expected a multiple, the "
@@ -79,7 +83,7 @@ def check_rows(rows_per_unit: Any, num_rows: int) -> int:
     return size
 
 
-def check_weights(row_weights: Any, num_rows: int, dtype: Any) -> Any:
+def check_weights(row_weights: Any, num_rows: int, dtype: np.dtype) -> Array | None:
     """Return the weights (num_rows,) in this dtype, None for None."""
     if row_weights is None:
         return None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import numpy as np
+
 _forced: ContextVar[frozenset[str]] = ContextVar("forced", default=frozenset())
 
 
@@ -43,16 +45,15 @@ class Spec(NamedTuple):
         position: int, index of the weight among the operands.
         shape: shape of the weight.
         dtype: dtype of the weight.
-        loops: tuple of bools, per loop around the use, outermost first: True if the weight differs
-            at every step, False if it is the same at all steps.
+        loops: int, number of loops around the use, whose steps have the weight in common.
         summed: axes of the equation's result that are summed away; its gradient lacks them.
     """
 
     params: Mapping[str, Any]
     position: int
     shape: tuple[int, ...]
-    dtype: Any
-    loops: tuple[bool, ...] = ()
+    dtype: np.dtype
+    loops: int = 0
     summed: tuple[int, ...] = ()
 
 
@@ -71,15 +72,17 @@ class Choice(NamedTuple):
 class Rule(NamedTuple):
     """Per-sample gradient rule of a primitive; all arrays lead with (n, *loops).
 
+    Where the steps of a loop have weights of their own, the functions are mapped over these steps.
+
     Attributes:
         accepts: callable (params, position, shapes of all operands) -> True if the rule applies.
-        grads: callable (spec, other operands, grads_out) -> per-sample gradients (n, *own, *shape)
-            with an axis for each loop that has a weight of its own; summed over the other loops.
+        grads: callable (spec, other operands, grads_out) -> per-sample gradients (n, *shape),
+            summed over the loops.
         norms: callable with the same arguments -> their norms, an `Estimate` or (n,), without
             keeping them; an array counts as exact where finite. None: from `grads`.
         weighted_sum: callable (spec, other operands, grads_out, factors (n,)) -> sum over the
-            examples of factor times gradient, (*own, *shape), float32 or wider; an example of
-            factor 0 is dropped, even if nan or inf. None: from `grads`.
+            examples of factor times gradient, (*shape), float32 or wider; an example of factor
+            0 is dropped, even if nan or inf. None: from `grads`.
         choice: callable (spec, shapes of the other operands, shape of grads_out) -> `Choice`;
             None: the gradients are formed for their norm, and once more for the sum.
         factors: callable (spec, other operands, grads_out) -> outer products whose sum is a

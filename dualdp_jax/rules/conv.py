@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ from dualdp import costs
 from dualdp_jax import compat
 from dualdp_jax.rules.arrays import HIGHEST, drop, scaled, sq_norm, widen
 from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
-from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
+from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, rounding
 
+Array = jax.Array
 #: Elements of kept gradients that fit a processor's cache: keeping costs next to nothing.
 CACHED = 2**18
 #: Elements of patches of few channels beyond which writing them costs as much as thin products.
@@ -32,7 +33,7 @@ def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) ->
     return position == 1 and params["batch_group_count"] == 1
 
 
-def _padded(spec: Spec, x: Any) -> Any:
+def _padded(spec: Spec, x: Array) -> Array:
     """Input with its padding and dilation zeros written out, (n, rows, *spatial, channels)."""
     lhs = spec.params["dimension_numbers"][0]
     x = x.transpose(0, *(1 + axis for axis in (lhs[0], *lhs[2:], lhs[1])))
@@ -55,14 +56,7 @@ def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]
     return itertools.product(*_reads(spec, spatial))
 
 
-def _views(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Iterator[Any]:
-    """Input as each kernel offset reads it, (n, rows, *spatial of the output, channels)."""
-    x = _padded(spec, x)
-    for window in _windows(spec, spatial):
-        yield x[(slice(None), slice(None), *window)]
-
-
-def _grouped(spec: Spec, grads_out: Any) -> tuple[Any, tuple[int, ...]]:
+def _grouped(spec: Spec, grads_out: Array) -> tuple[Array, tuple[int, ...]]:
     """Reshape grads_out to (n, t, g, o); also returns the spatial shape of the output."""
     out = spec.params["dimension_numbers"][2]
     grads = grads_out.transpose(0, *(1 + axis for axis in (out[0], *out[2:], out[1])))
@@ -71,13 +65,7 @@ def _grouped(spec: Spec, grads_out: Any) -> tuple[Any, tuple[int, ...]]:
     return grads.reshape(grads.shape[0], -1, groups, grads.shape[-1] // groups), spatial
 
 
-def _flat(spec: Spec, view: Any) -> Any:
-    """Reshape (n, rows, *spatial, channels) to (n, t, g, i)."""
-    groups = spec.params["feature_group_count"]
-    return view.reshape(view.shape[0], -1, groups, view.shape[-1] // groups)
-
-
-def _to_weight(spec: Spec, grads: Any) -> Any:
+def _to_weight(spec: Spec, grads: Array) -> Array:
     """Reshape (n, k, g, i, o) to (n, *shape): g * o outputs, i inputs, and the kernel."""
     rhs = spec.params["dimension_numbers"][1]
     n, _, g, i, o = grads.shape
@@ -85,26 +73,28 @@ def _to_weight(spec: Spec, grads: Any) -> Any:
     return grads.transpose(0, *(1 + int(axis) for axis in np.argsort(rhs)))
 
 
-def _offset_grads(spec: Spec, x: Any, grads_out: Any) -> Iterator[Any]:
+def offset_grads(spec: Spec, x: Array, grads_out: Array) -> Iterator[Array]:
     """Yield the per-sample gradients of each kernel offset, (n, g, i, o)."""
-    grads, spatial = _grouped(spec, widen(grads_out))
-    for view in _views(spec, widen(x), spatial):
-        yield jnp.einsum("ntgi,ntgo->ngio", _flat(spec, view), grads, precision=HIGHEST)
+    grads, spatial = _grouped(spec, widen(grads_out))  # (n, t, g, o)
+    x, every = _padded(spec, widen(x)), slice(None)
+    for window in _windows(spec, spatial):
+        view = x[(every, every, *window)].reshape(*grads.shape[:3], x.shape[-1] // grads.shape[2])
+        yield jnp.einsum("ntgi,ntgo->ngio", view, grads, precision=HIGHEST)
 
 
-def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
+def _all_grads(spec: Spec, x: Array, grads_out: Array) -> Array:
     """Per-sample gradients of all kernel offsets, (n, k, g, i, o).
 
     With few inputs per group a product per offset is too thin: patches are written for one product.
     """
     if not _prefers_patches(spec, grads_out):
-        return jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
+        return jnp.stack(list(offset_grads(spec, x, grads_out)), 1)
     grads, spatial = _grouped(spec, widen(grads_out))
-    patches = _patches(spec, widen(x), spatial)
+    patches = patches_of(spec, widen(x), spatial)
     return jnp.einsum("nktgi,ntgo->nkgio", patches, grads, precision=HIGHEST)
 
 
-def _patches(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Any:
+def patches_of(spec: Spec, x: Array, spatial: tuple[int, ...]) -> Array:
     """Input as all kernel offsets read it, (n, k, t, g, i).
 
     Written for one axis of the kernel after the other: fewer and larger copies than one per offset.
@@ -118,7 +108,7 @@ def _patches(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Any:
     return x.reshape(n, _num_offsets(spec), t, groups, x.shape[-1] // groups)
 
 
-def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
+def _prefers_patches(spec: Spec, grads_out: Array) -> bool:
     """True if patches are faster, by inputs per group and elements of all patches."""
     rhs, out = (spec.params["dimension_numbers"][i] for i in (1, 2))
     positions = math.prod(grads_out.shape[1:]) // grads_out.shape[1 + out[1]]
@@ -129,49 +119,34 @@ def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
     return form_of("patches" if is_thin else "offsets", "patches", "offsets") == "patches"
 
 
-def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Extend a function to uses inside loops.
-
-    Steps that share the weight become rows of the convolution; for steps with weights of their own
-    the function is mapped, and `combine` moves the steps from axis 0 to their axis of the result.
-    """
-
-    def looped(spec: Spec, others: tuple[Any, ...], grads_out: Any, *factors: Any) -> Any:
-        if not spec.loops:
-            return function(spec, others, grads_out, *factors)
-        inner = spec._replace(loops=spec.loops[1:])
-        (x,) = others
-        if spec.loops[0]:
-            step = lambda x, g: looped(inner, (x,), g, *factors)  # noqa: E731
-            return combine(jax.vmap(step, in_axes=(1, 1))(x, grads_out))
-        lhs, _, out = spec.params["dimension_numbers"]
-        lead = len(spec.loops)
+def _joined(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> tuple[Spec, Array, Array]:
+    """Use outside of loops, whose steps become rows of the convolution."""
+    (x,), (lhs, _, out) = others, spec.params["dimension_numbers"]
+    for lead in range(spec.loops, 0, -1):
         x, grads_out = _merge(x, lead + lhs[0]), _merge(grads_out, lead + out[0])
-        return looped(inner, (x,), grads_out, *factors)
-
-    return looped
+    return spec._replace(loops=0), x, grads_out
 
 
-def _merge(array: Any, rows: int) -> Any:
+def _merge(array: Array, rows: int) -> Array:
     """Join axis 1 with the axis that is `rows` once axis 1 is removed."""
     moved = jnp.moveaxis(array, 1, rows)
     shape = moved.shape
     return moved.reshape(*shape[:rows], shape[rows] * shape[rows + 1], *shape[rows + 2 :])
 
 
-def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+def weight_grads(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Array:
     """Return per-sample gradients, (n, *shape); for one example the plain gradient."""
     if grads_out.shape[0] == 1:
         return weighted_sum(spec, others, grads_out, jnp.ones(1))[None]
-    return _to_weight(spec, _all_grads(spec, others[0], grads_out))
+    return _to_weight(spec, _all_grads(*_joined(spec, others, grads_out)))
 
 
-def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+def weight_norms(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Estimate:
     """Return norms, (n,), by the cheapest form."""
-    x, grads_out = widen(others[0]), widen(grads_out)
-    if _form(**_sizes(spec, x, grads_out)) == "gram":
-        return _gram(spec, x, grads_out)
-    return _formed(spec, x, grads_out)
+    spec, x, grads_out = _joined(spec, others, grads_out)
+    x, grads_out = widen(x), widen(grads_out)
+    form = gram_norms if _form(**_sizes(spec, x, grads_out)) == "gram" else formed_norms
+    return form(spec, x, grads_out)
 
 
 def _form(**sizes: int) -> str:
@@ -180,17 +155,17 @@ def _form(**sizes: int) -> str:
     return form_of("gram" if is_gram else "gradients", "gram", "gradients")
 
 
-def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
+def formed_norms(spec: Spec, x: Array, grads_out: Array) -> Estimate:
     """Norms (n,) through the gradients, one kernel offset at a time."""
     left, right = _sq_lengths(spec, x, grads_out)
     lengths = jnp.sqrt(left) * jnp.sqrt(right)
     if _prefers_patches(spec, grads_out):
         return of_gradients(_all_grads(spec, x, grads_out), lengths)
-    parts = [sq_norm(grads) for grads in _offset_grads(spec, x, grads_out)]
+    parts = [sq_norm(grads) for grads in offset_grads(spec, x, grads_out)]
     return Estimate(sum(parts[1:], parts[0]), rounding=rounding(lengths))
 
 
-def _sq_lengths(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
+def _sq_lengths(spec: Spec, x: Array, grads_out: Array) -> tuple[Array, Array]:
     """Squared norms (n, g, t) of the patches, and of the output gradients at their positions."""
     grads, spatial = _grouped(spec, grads_out)
     x = _padded(spec, x)
@@ -201,7 +176,7 @@ def _sq_lengths(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
     return left.swapaxes(1, 2), jnp.square(grads).sum(3).swapaxes(1, 2)
 
 
-def _gram(spec: Spec, x: Any, grads_out: Any) -> Estimate:
+def gram_norms(spec: Spec, x: Array, grads_out: Array) -> Estimate:
     """Norms (n,) by inner products of pixels.
 
     The inner product of two patches is the sum, over the kernel offsets, of inner products of two
@@ -211,25 +186,26 @@ def _gram(spec: Spec, x: Any, grads_out: Any) -> Estimate:
     pixels = _padded(spec, x)
     n, shape, groups = len(pixels), pixels.shape[1:-1], grads.shape[2]
     pixels = pixels.reshape(n, -1, groups, pixels.shape[-1] // groups)
-    gram = lambda v: jnp.einsum("npgi,nqgi->ngpq", v, v, precision=HIGHEST)  # noqa: E731
-    of_pixels = gram(pixels).reshape(n, groups, *shape, *shape)
-    of_grads = gram(grads).reshape(n, groups, shape[0], *spatial, shape[0], *spatial)
-    norms: Any = 0.0
+    of_pixels, of_grads = (
+        jnp.einsum("npgi,nqgi->ngpq", v, v, precision=HIGHEST) for v in (pixels, grads)
+    )
+    of_pixels = of_pixels.reshape(n, groups, *shape, *shape)
+    of_grads = of_grads.reshape(n, groups, shape[0], *spatial, shape[0], *spatial)
+    norms, every = jnp.zeros(n, grads.dtype), slice(None)
     for window in _windows(spec, spatial):
-        every = slice(None)
         seen = of_pixels[(every, every, every, *window, every, *window)]
         norms = norms + (seen * of_grads).reshape(*of_grads.shape[:2], -1).sum((1, 2))
     sizes = _num_offsets(spec) * pixels.shape[3], grads.shape[3]
     return of_gram(norms, *_sq_lengths(spec, x, grads_out), sizes)
 
 
-def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
+def weighted_sum(spec: Spec, others: tuple[Array, ...], grads_out: Array, weights: Array) -> Array:
     """Return the sum over the examples of weight times gradient, by one plain gradient."""
-    (x,) = drop(weights, *others)
-    cotangents = scaled(weights, grads_out)
+    spec, x, grads_out = _joined(spec, others, grads_out)
+    (x,), cotangents = drop(weights, x), scaled(weights, grads_out)
     options = {**spec.params, "preferred_element_type": cotangents.dtype}
 
-    def convolve(kernel: Any) -> Any:
+    def convolve(kernel: Array) -> Array:
         return jax.vmap(lambda one: jax.lax.conv_general_dilated_p.bind(one, kernel, **options))(x)
 
     axes = compat.varying_axes(cotangents)
@@ -241,7 +217,7 @@ def _num_offsets(spec: Spec) -> int:
     return math.prod(spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:])
 
 
-def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
+def _sizes(spec: Spec, x: Array, grads_out: Array) -> dict[str, int]:
     """Sizes of one group, for `dualdp.costs`."""
     grads = jax.eval_shape(lambda g: _grouped(spec, g)[0], grads_out)
     padded = jax.eval_shape(lambda x: _padded(spec, x), x)
@@ -256,7 +232,7 @@ def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
     }
 
 
-def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+def choice(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Choice:
     """Return the form of the cheapest norm, and whether to keep the gradients (outside loops)."""
     if spec.loops:
         return Choice()
@@ -267,10 +243,4 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))
 
 
-RULE = Rule(
-    _accepts,
-    _by_loop(weight_grads, lambda steps: jnp.moveaxis(steps, 0, 1)),
-    _by_loop(weight_norms, beside),
-    _by_loop(weighted_sum, lambda steps: steps),
-    choice,
-)
+RULE = Rule(_accepts, weight_grads, weight_norms, weighted_sum, choice)

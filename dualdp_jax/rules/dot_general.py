@@ -17,6 +17,8 @@ from dualdp_jax.rules.arrays import HIGHEST, outer, weighted_outer, widen
 from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, of_lengths
 
+Array = jax.Array
+
 
 class _Axes(NamedTuple):
     """Dimension numbers of one side: the data operand or the weight."""
@@ -32,54 +34,44 @@ def _axes(params: Mapping[str, Any], side: int, ndim: int) -> _Axes:
     return _Axes(tuple(batch), tuple(contract), free)
 
 
-def factors(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any]:
+def factors(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> tuple[Array, Array]:
     """Return acts (n, b, t, i) and grads (n, b, t, o) from the data operand and grads_out.
 
-    Loops with a weight of their own count as blocks, the others as positions.
+    The steps of loops count as positions.
     """
     (x,) = others
-    lead = 1 + len(spec.loops)
-    own = [1 + i for i, stacked in enumerate(spec.loops) if stacked]
-    shared = [1 + i for i, stacked in enumerate(spec.loops) if not stacked]
+    n, lead = x.shape[0], 1 + spec.loops
+    loops = range(1, lead)
     axes = _axes(spec.params, 1 - spec.position, x.ndim - lead)
     batch, contract, free = ([lead + axis for axis in part] for part in axes)
-    acts = x.transpose(0, *own, *batch, *shared, *free, *contract)
-    num_blocks = math.prod(acts.shape[1 : 1 + len(own) + len(batch)])
-    size_in = math.prod(x.shape[axis] for axis in contract)
-    acts = acts.reshape(x.shape[0], num_blocks, -1, size_in)
+    num_blocks, size_in = (math.prod(x.shape[axis] for axis in part) for part in (batch, contract))
+    acts = x.transpose(0, *batch, *loops, *free, *contract).reshape(n, num_blocks, -1, size_in)
     # grads_out is (n, *loops, *batch, *free of the left operand, *free of the right one)
     start = lead + len(batch)
     outs = list(range(start, grads_out.ndim))
-    split = len(free) if spec.position == 1 else len(outs) - len(free)
-    ours, theirs = (
-        (outs[:split], outs[split:]) if spec.position == 1 else (outs[split:], outs[:split])
-    )
-    grads = grads_out.transpose(0, *own, *range(lead, start), *shared, *ours, *theirs)
+    if spec.position == 1:
+        ours, theirs = outs[: len(free)], outs[len(free) :]
+    else:
+        theirs, ours = outs[: len(outs) - len(free)], outs[len(outs) - len(free) :]
+    grads = grads_out.transpose(0, *range(lead, start), *loops, *ours, *theirs)
     size_out = math.prod(grads_out.shape[axis] for axis in theirs)
-    return acts, grads.reshape(x.shape[0], num_blocks, acts.shape[2], size_out)
+    return acts, grads.reshape(n, num_blocks, acts.shape[2], size_out)
 
 
-def _to_weight(spec: Spec, grads: Any, own: tuple[int, ...]) -> Any:
-    """Reshape (..., b, i, o) to (..., *own loops, *shape of the weight)."""
+def _to_weight(spec: Spec, grads: Array) -> Array:
+    """Reshape (..., b, i, o) to (..., *shape of the weight)."""
     axes = _axes(spec.params, spec.position, len(spec.shape))
-    order = (*axes.batch, *axes.contract, *axes.free)
-    lead = grads.shape[:-3]
-    grads = grads.reshape(*lead, *own, *(spec.shape[axis] for axis in order))
-    first = len(lead) + len(own)
-    return grads.transpose(*range(first), *(first + int(axis) for axis in np.argsort(order)))
+    order, lead = (*axes.batch, *axes.contract, *axes.free), grads.shape[:-3]
+    grads = grads.reshape(*lead, *(spec.shape[axis] for axis in order))
+    return grads.transpose(*range(len(lead)), *(len(lead) + int(a) for a in np.argsort(order)))
 
 
-def _own(spec: Spec, grads_out: Any) -> tuple[int, ...]:
-    """Lengths of the loops that have a weight of their own at every step."""
-    return tuple(grads_out.shape[1 + i] for i, stacked in enumerate(spec.loops) if stacked)
+def weight_grads(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Array:
+    """Return per-sample gradients, (n, *shape)."""
+    return _to_weight(spec, outer(*factors(spec, others, grads_out)))
 
 
-def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Return per-sample gradients, (n, *own, *shape)."""
-    return _to_weight(spec, outer(*factors(spec, others, grads_out)), _own(spec, grads_out))
-
-
-def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+def weight_norms(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Estimate:
     """Return norms by the cheapest form: lengths for one position, else Gram form or gradients.
 
     Source: Li et al. 2022, eq. 3 (Gram form); Goodfellow 2015 (one position).
@@ -102,21 +94,20 @@ def _form(t: int, d_in: int, d_out: int) -> str:
     return form_of("gram" if is_gram else "gradients", "gram", "gradients")
 
 
-def gram_norms(acts: Any, grads: Any) -> Estimate:
+def gram_norms(acts: Array, grads: Array) -> Estimate:
     """Return norms of sums over t of acts (n, b, t, i) x grads (n, b, t, o), by a Gram form."""
-    gram = lambda x: jnp.einsum("nbti,nbsi->nbts", x, x, precision=HIGHEST)  # noqa: E731
-    squares = (gram(acts) * gram(grads)).sum((1, 2, 3))
+    inner = (jnp.einsum("nbti,nbsi->nbts", x, x, precision=HIGHEST) for x in (acts, grads))
     left, right = (jnp.square(x).sum(3) for x in (acts, grads))
-    return of_gram(squares, left, right, (acts.shape[3], grads.shape[3]))
+    squares = next(inner) * next(inner)
+    return of_gram(squares.sum((1, 2, 3)), left, right, (acts.shape[3], grads.shape[3]))
 
 
-def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
-    """Return the sum over the examples of weight times gradient, (*own, *shape)."""
-    total = weighted_outer(*factors(spec, others, grads_out), weights)
-    return _to_weight(spec, total, _own(spec, grads_out))
+def weighted_sum(spec: Spec, others: tuple[Array, ...], grads_out: Array, weights: Array) -> Array:
+    """Return the sum over the examples of weight times gradient, (*shape)."""
+    return _to_weight(spec, weighted_outer(*factors(spec, others, grads_out), weights))
 
 
-def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+def choice(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Choice:
     """Return the form of the cheapest norm, and whether to keep the gradients."""
     acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
     _, _, t, d_in = acts.shape
@@ -125,7 +116,9 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     return Choice(_form(**sizes), is_kept)
 
 
-def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+def outer_products(
+    spec: Spec, others: tuple[Array, ...], grads_out: Array
+) -> tuple[Array, Array] | None:
     """Return left and right factors of a matrix, (n, t, rows) and (n, t, columns), or None."""
     axes = _axes(spec.params, spec.position, len(spec.shape))
     if len(axes.contract) != 1 or len(axes.free) != 1 or axes.batch:
@@ -134,8 +127,9 @@ def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
     return (acts, grads) if axes.contract == (0,) else (grads, acts)
 
 
-def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
+def accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
+    """True: any dimension numbers, the weight on either side."""
     return True
 
 
-RULE = Rule(_accepts, weight_grads, weight_norms, weighted_sum, choice, outer_products)
+RULE = Rule(accepts, weight_grads, weight_norms, weighted_sum, choice, outer_products)

@@ -18,23 +18,35 @@ import jax.numpy as jnp
 
 from dualdp_jax.rules.arrays import sq_norm, widen
 
+Array = jax.Array
+
 
 class Estimate(NamedTuple):
-    """Squared norms with error bounds."""
+    """Squared norms with error bounds, and the means to compute them exactly.
 
-    sq_norms: Any  # (n,) squared norms of the gradients, float32 or wider
-    #: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the squares of
-    #: the gradients themselves were summed.
-    errors: Any = None
-    #: callable () -> (n,) squared norms that neither overflow nor are flushed; None if only the
-    #: gradients themselves give them.
-    again: Callable[[], Any] | None = None
-    #: (n,) estimated norm of the difference between a gradient summed over its positions in the
-    #: order of the clipped sum and in that of the norm. None if both use the same numbers.
-    rounding: Any = None
+    Attributes:
+        sq_norms: (n,) squared norms of the gradients, float32 or wider.
+        errors: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the
+            squares of the gradients themselves were summed.
+        again: callable () -> (n,) squared norms that neither overflow nor are flushed; None if
+            only the gradients themselves give them.
+        rounding: (n,) estimated norm of the difference between a gradient summed over its positions
+            in the order of the clipped sum and in that of the norm; None if both use the same
+            numbers.
+        arrays: pytree of (n, ...), inputs of `formed`.
+        formed: callable, arrays (1, ...) of one example -> its gradient (1, *shape); not needed
+            without errors, or with `again`.
+    """
+
+    sq_norms: Array
+    errors: Array | None = None
+    again: Callable[[], Array] | None = None
+    rounding: Array | None = None
+    arrays: Any = None
+    formed: Callable[[Any], Array] | None = None
 
 
-def stable_norm(array: Any, start: int = 1) -> Any:
+def stable_norm(array: Array, start: int = 1) -> Array:
     """Return the norms of (n, ...) over the axes from `start` on, without over- or underflow."""
     array, axes = widen(array), tuple(range(start, array.ndim))
     if not math.prod(array.shape[start:]):
@@ -48,7 +60,7 @@ def stable_norm(array: Any, start: int = 1) -> Any:
     return jnp.sqrt(jnp.square(scaled).sum(axes)) / scale.reshape(array.shape[:start])
 
 
-def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
+def of_gradients(grads: Array, lengths: Array | None = None) -> Estimate:
     """Return the norms of gradients (n, *shape).
 
     `lengths` (n, ..., t) are the norms of the vectors that the clipped sum adds up instead.
@@ -56,19 +68,19 @@ def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
     return Estimate(sq_norm(grads), rounding=None if lengths is None else rounding(lengths))
 
 
-def of_lengths(left: Any, right: Any) -> Estimate:
+def of_lengths(left: Array, right: Array) -> Estimate:
     """Return the norms of outer products of rows (n, b, i) and (n, b, o), joined over b."""
     squares = [jnp.square(rows).sum(2) for rows in (left, right)]
     flushed = [rows.shape[2] * jnp.finfo(rows.dtype).tiny for rows in (left, right)]
     errors = squares[0] * flushed[1] + squares[1] * flushed[0] + flushed[0] * flushed[1]
 
-    def again() -> Any:
+    def again() -> Array:
         return jnp.square(stable_norm(left, 2) * stable_norm(right, 2)).sum(1)
 
     return Estimate((squares[0] * squares[1]).sum(1), errors.sum(1), again)
 
 
-def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Estimate:
+def of_gram(squares: Array, left: Array, right: Array, sizes: tuple[int, int]) -> Estimate:
     """Return norms computed by a Gram form, whose terms cancel where positions do.
 
     `left` and `right` (n, ..., t) are the squared norms of the two vectors of each outer product,
@@ -84,14 +96,8 @@ def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Esti
     return Estimate(jnp.maximum(squares, 0), errors, rounding=rounding(longest[0] * longest[1]))
 
 
-def rounding(lengths: Any) -> Any:
+def rounding(lengths: Array) -> Array:
     """Return the rounding (n,) in sums of vectors, from the vectors' norms (n, ..., t)."""
     size = lengths.reshape(lengths.shape[0], -1).sum(1)
     found = jnp.finfo(size.dtype).eps / 4 * (1 + math.sqrt(lengths.shape[-1])) * size
     return jnp.where(jnp.isfinite(found), found, 0)
-
-
-def beside(parts: Estimate) -> Estimate:
-    """Return the estimate (n,) of a whole from those of its disjoint blocks, (p, n)."""
-    added = lambda part: None if part is None else part.sum(0)  # noqa: E731
-    return Estimate(added(parts.sq_norms), added(parts.errors), rounding=added(parts.rounding))

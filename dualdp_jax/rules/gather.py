@@ -16,6 +16,8 @@ from dualdp_jax.rules.arrays import scaled, sq_norm, widen
 from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
+Array = jax.Array
+
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
     """True for whole rows of axis 0, by indices that are not batched with the table."""
@@ -29,40 +31,26 @@ def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) ->
     )
 
 
-def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any, int]:
-    """Row numbers (n, t), gradients of the rows (n, t, d), and the number of rows.
+def looked_up(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> tuple[Array, Array]:
+    """Row numbers (n, t), and gradients of the rows (n, t, d).
 
-    Numbers outside the table, whose gradient is dropped, become the number of rows. In a loop with
-    a table of its own at every step, all tables count as one.
+    Numbers outside the table, whose gradient is dropped, become the number of rows.
     """
     (indices,) = others
-    num_rows, lead = spec.shape[0], 1 + len(spec.loops)
+    num_rows, n, lead = spec.shape[0], grads_out.shape[0], 1 + spec.loops
     numbers = _wide_integers(indices[..., 0])
     mode = str(spec.params["mode"]).rpartition(".")[2].upper()
     if mode == "CLIP":
         numbers = jnp.clip(numbers, 0, num_rows - 1)
-    inside = (numbers >= 0) & (numbers < num_rows)
-    total = num_rows
-    for axis, stacked in enumerate(spec.loops):
-        if stacked:
-            step = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 1 + axis)
-            numbers, total = numbers + step * total, total * numbers.shape[1 + axis]
-    if total >= jnp.iinfo(numbers.dtype).max:
-        raise ValueError(
-            f"A table of {num_rows} rows in loops of {total // num_rows} steps has more rows than "
-            f"{numbers.dtype} counts. Use method='vmap', or jax.enable_x64."
-        )
-    numbers = jnp.where(inside, numbers, total)
+    numbers = jnp.where((numbers >= 0) & (numbers < num_rows), numbers, num_rows)
     grads_out = _spread(spec, indices, grads_out)
     offsets = [lead + axis for axis in spec.params["dimension_numbers"].offset_dims]
     others_first = [axis for axis in range(grads_out.ndim) if axis not in offsets]
     rows = grads_out.transpose(*others_first, *offsets)
-    width = math.prod(spec.shape[1:])
-    n = grads_out.shape[0]
-    return numbers.reshape(n, -1), rows.reshape(n, -1, width), total
+    return numbers.reshape(n, -1), rows.reshape(n, -1, math.prod(spec.shape[1:]))
 
 
-def _wide_integers(numbers: Any) -> Any:
+def _wide_integers(numbers: Array) -> Array:
     """Indices of any dtype as int32, or int64 where they are wider and jax has it.
 
     Arithmetic in their own dtype could wrap around: 256 rows do not fit uint8. Unsigned numbers
@@ -77,9 +65,9 @@ def _wide_integers(numbers: Any) -> Any:
     return numbers.astype(wide)
 
 
-def _spread(spec: Spec, indices: Any, grads_out: Any) -> Any:
+def _spread(spec: Spec, indices: Array, grads_out: Array) -> Array:
     """Gradient of each looked-up row, broadcast from that of their sum where rows are summed."""
-    offsets, lead = spec.params["dimension_numbers"].offset_dims, 1 + len(spec.loops)
+    offsets, lead = spec.params["dimension_numbers"].offset_dims, 1 + spec.loops
     sizes = dict(zip(offsets, spec.shape[1:], strict=True))
     sizes |= zip(_index_axes(spec, indices), indices.shape[lead:-1], strict=True)
     for axis in sorted(spec.summed):
@@ -88,73 +76,66 @@ def _spread(spec: Spec, indices: Any, grads_out: Any) -> Any:
     return jnp.broadcast_to(grads_out, shape) if spec.summed else grads_out
 
 
-def _index_axes(spec: Spec, indices: Any) -> tuple[int, ...]:
+def _index_axes(spec: Spec, indices: Array) -> tuple[int, ...]:
     """Axes of the result, within one example and step, that index the lookups."""
     offsets = spec.params["dimension_numbers"].offset_dims
-    rank = indices.ndim - 2 - len(spec.loops) + len(offsets)
+    rank = indices.ndim - 2 - spec.loops + len(offsets)
     return tuple(axis for axis in range(rank) if axis not in offsets)
 
 
-def _to_table(spec: Spec, grads_out: Any, table: Any) -> Any:
-    """Reshape (..., rows of all tables, d) to (..., *own loops, *shape of the table)."""
-    own = [grads_out.shape[1 + axis] for axis, stacked in enumerate(spec.loops) if stacked]
-    lead = table.shape[:-2]
-    # the outermost loop varies fastest in the row numbers of `_rows`
-    table = table.reshape(*lead, *reversed(own), *spec.shape)
-    first = len(lead)
-    loops = range(first + len(own) - 1, first - 1, -1)
-    return table.transpose(*range(first), *loops, *range(first + len(own), table.ndim))
+def weight_grads(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Array:
+    """Return per-sample gradients, (n, *shape)."""
+    numbers, rows = looked_up(spec, others, grads_out)
+    return jax.vmap(partial(_added_up, spec))(numbers, widen(rows))
 
 
-def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Return per-sample gradients, (n, *own, *shape)."""
-    numbers, rows, total = _rows(spec, others, grads_out)
-    empty = jnp.zeros((total, rows.shape[2]), widen(rows).dtype)
-    add = lambda number, row: empty.at[number].add(row, mode="drop")  # noqa: E731
-    return _to_table(spec, grads_out, jax.vmap(add)(numbers, widen(rows)))
+def _added_up(spec: Spec, numbers: Array, rows: Array) -> Array:
+    """Table (*shape) of the sums of rows (t, d) with the same number (t,)."""
+    empty = jnp.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
+    return empty.at[numbers].add(rows, mode="drop").reshape(spec.shape)
 
 
-def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+def weight_norms(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Estimate:
     """Return norms, (n,), from the gradients (t, d) added up by row.
 
     Where only the sum of all rows is used, their gradients are equal, and the norm follows from the
     number of lookups of each row.
     """
-    numbers, rows, total = _rows(spec, others, grads_out)
+    numbers, rows = looked_up(spec, others, grads_out)
+    rows = widen(rows)
     if not _adds_all_rows(spec, others[0]):
-        rows = widen(rows)
         moved = rounding(jnp.sqrt(jnp.square(rows).sum(2)))
-        return Estimate(_sq_norms(numbers, rows, total), rounding=moved)
-    ones = jnp.ones((*numbers.shape, 1), widen(rows).dtype)
-    counts = jnp.sqrt(_sq_norms(numbers, ones, total))
+        return Estimate(_sq_norms(numbers, rows, spec.shape[0]), rounding=moved)
+    ones = jnp.ones((*numbers.shape, 1), rows.dtype)
+    counts = jnp.sqrt(_sq_norms(numbers, ones, spec.shape[0]))
     row = widen(grads_out).reshape(numbers.shape[0], 1, -1)
     return of_lengths(counts[:, None, None], row)
 
 
-def _adds_all_rows(spec: Spec, indices: Any) -> bool:
+def _adds_all_rows(spec: Spec, indices: Array) -> bool:
     """True if an example uses only the sum of all its rows."""
     axes = _index_axes(spec, indices)
-    sizes = zip(axes, indices.shape[1 + len(spec.loops) : -1], strict=True)
+    sizes = zip(axes, indices.shape[1 + spec.loops : -1], strict=True)
     is_all = all(axis in spec.summed or size == 1 for axis, size in sizes)
     return is_all and bool(spec.summed) and not spec.loops and set(spec.summed) <= set(axes)
 
 
-def _sq_norms(numbers: Any, rows: Any, total: int) -> Any:
+def _sq_norms(numbers: Array, rows: Array, total: int) -> Array:
     """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
-    by_table = partial(_sq_norms_by_table, total=total)
-    by_sort = partial(_sq_norms_by_sort, total=total)
+    by_table = partial(sq_norms_by_table, total=total)
+    by_sort = partial(sq_norms_by_sort, total=total)
     form = form_of("of the platform", "table", "sort")
     if form != "of the platform":
         return by_table(numbers, rows) if form == "table" else by_sort(numbers, rows)
     return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
 
 
-def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
+def sq_norms_by_table(numbers: Array, rows: Array, *, total: int) -> Array:
     """A few examples at a time, with a small table from row number to position."""
     n, t, width = rows.shape
     few = _at_once(n, total)
 
-    def step(table: Any, examples: Any) -> tuple[Any, Any]:
+    def step(table: Array, examples: tuple[Array, Array]) -> tuple[Array, Array]:
         number, row = examples
         table, leaders = _leaders(table, number, total)
         added = jnp.zeros_like(row).at[leaders].add(row, mode="drop")
@@ -170,7 +151,7 @@ def _at_once(n: int, total: int) -> int:
     return next(few for few in (8, 4, 2, 1) if n % few == 0 and few * total < max(2**18, total + 1))
 
 
-def _leaders(table: Any, numbers: Any, total: int) -> tuple[Any, Any]:
+def _leaders(table: Array, numbers: Array, total: int) -> tuple[Array, Array]:
     """Updated table, and per position (few, t) the position that represents its row number.
 
     Each example writes its positions into its table and reads back one position per number.
@@ -184,7 +165,7 @@ def _leaders(table: Any, numbers: Any, total: int) -> tuple[Any, Any]:
     return table, jnp.where(numbers.reshape(-1) < total, leaders, few * t)
 
 
-def _sq_norms_by_sort(numbers: Any, rows: Any, *, total: int) -> Any:
+def sq_norms_by_sort(numbers: Array, rows: Array, *, total: int) -> Array:
     """All examples at once by a sort, for devices on which sequential steps are slow."""
     rows = jnp.where((numbers < total)[..., None], rows, 0)
     positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
@@ -197,24 +178,22 @@ def _sq_norms_by_sort(numbers: Any, rows: Any, *, total: int) -> Any:
     return sq_norm(added)
 
 
-def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
-    """Return the sum over the examples of weight times gradient, (*own, *shape): one scatter."""
-    numbers, rows, total = _rows(spec, others, grads_out)
+def weighted_sum(spec: Spec, others: tuple[Array, ...], grads_out: Array, weights: Array) -> Array:
+    """Return the sum over the examples of weight times gradient, (*shape): one scatter."""
+    numbers, rows = looked_up(spec, others, grads_out)
     rows = scaled(weights, rows)
-    empty = jnp.zeros((total, rows.shape[2]), rows.dtype)
-    table = empty.at[numbers.reshape(-1)].add(rows.reshape(-1, rows.shape[2]), mode="drop")
-    return _to_table(spec, grads_out, table)
+    return _added_up(spec, numbers.reshape(-1), rows.reshape(-1, rows.shape[2]))
 
 
-def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+def choice(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Choice:
     """Return the form of the norm; tables of gradients are never kept."""
     return Choice("counts" if _adds_all_rows(spec, others[0]) else "rows")
 
 
-def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+def outer_products(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> tuple[Array, Array]:
     """Return row numbers (n, t) and gradients (n, t, columns), zero where there is no such row."""
-    numbers, rows, total = _rows(spec, others, grads_out)
-    return numbers, jnp.where((numbers < total)[..., None], rows, 0)
+    numbers, rows = looked_up(spec, others, grads_out)
+    return numbers, jnp.where((numbers < spec.shape[0])[..., None], rows, 0)
 
 
 RULE = Rule(

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from dualdp import _validate, exactness
-from dualdp._validate import AccountingError
+from dualdp._validate import AccountingError, UnsupportedLayerError
 from dualdp.accountants import require_bound
 from dualdp.accountants.base import Accountant
 from dualdp.ledger import own_loops
@@ -28,7 +28,7 @@ from dualdp_jax.chunk import Chunk
 from dualdp_jax.noise.noise import Noise, NoiseSource
 from dualdp_jax.parallel.mesh import data_mesh_of, shardings
 from dualdp_jax.parallel.process_group import Group, on_first
-from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.training import adam_bc
 from dualdp_jax.training.arguments import (
     arguments_of,
@@ -388,9 +388,9 @@ class PrivacyEngine:
         """Open the ledger of a run, unless it was loaded; process 0 has the file."""
         if self._ledger is None:
             opened = list[Ledger]()
-            new = (loader.plan, self._accountant)
-            on_first(group, "the ledger", lambda: opened.append(Ledger(*new, path)))
-            self._ledger = opened[0] if opened else Ledger(*new)
+            plan = loader.plan
+            on_first(group, "the ledger", lambda: opened.append(Ledger(plan, path)))
+            self._ledger = opened[0] if opened else Ledger(plan)
         self._loader, self._group = loader, group
 
     def _span(self) -> tuple[int, int | None]:
@@ -424,10 +424,16 @@ class PrivacyEngine:
             warn_of_older(state, self._returned)
         with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
             dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
-            computed = run.computed(state.params, batch, dropout, ledger.max_grad_norm)
             due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
-            if due is not None:
-                self._check(computed, due)
+            while True:
+                try:
+                    computed = run.computed(state.params, batch, dropout, ledger.max_grad_norm)
+                except UnsupportedLayerError:
+                    if not self._falls_back():
+                        raise
+                else:
+                    if due is None or self._check(computed, due):
+                        break
             arrays, totals, answers = computed.arrays, computed.totals, computed.answers
             del computed  # frees the inputs of the sums
             release, bits = self._recorded(ledger, step, totals)
@@ -441,8 +447,16 @@ class PrivacyEngine:
         self._returned = state.step
         return state, {"step": step, **metrics}
 
-    def _check(self, step: ComputedStep, due: exactness.SpotCheck) -> None:
-        """Check a step whose totals are known, on all processes together."""
+    def _falls_back(self) -> bool:
+        """Go on by the next way of "auto", while no check has passed; the ledger notes it."""
+        run = self._attached()
+        if not run.falls_back():
+            return False
+        self.ledger.note(method=f"auto goes by {run.method}")
+        return True
+
+    def _check(self, step: ComputedStep, due: exactness.SpotCheck) -> bool:
+        """Check a step whose totals are known, on all processes together; False to try again."""
         assert self._checks is not None
         failed, is_checked = None, False
         try:
@@ -452,13 +466,17 @@ class PrivacyEngine:
         if self._group is not None:
             every = self._group.gather(f"the spot check of step {due.step}", failed)
             failed = failed or next(filter(None, every), None)
+        if failed is not None and self._falls_back():
+            return False
         if failed is not None:
             self._is_checked = False
             self.ledger.check_failed(due.step, failed)
             raise failed.with_traceback(None) from None
         if is_checked:
             self._is_checked = True
+            self._attached().next_ways.clear()
             self.ledger.check_passed(due.step)
+        return True
 
     def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
         """Record a step and draw its bits; of several processes the first says both."""
@@ -550,10 +568,10 @@ class PrivacyEngine:
             AccountingError: the step is the user's own.
             TypeError: `params` was no `nnx.Module`.
         """
-        module = self._attached().parameters.module
-        if module is None:
+        parameters = self._attached().parameters
+        if not isinstance(parameters, ModuleParameters):
             raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
-        return module(state.params)
+        return parameters.module(state.params)
 
     @property
     def group(self) -> Group | None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp._validate import AccountingError
+from dualdp.plan.accounting import num_batches, stretches
 from dualdp.plan.batches import (
     HandedOut,
     drawn_indices,
@@ -23,7 +24,6 @@ from dualdp.plan.batches import (
     require_end,
 )
 from dualdp.plan.plan import PrivacyPlan, require_units
-from dualdp.plan.samplers import num_batches
 from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits
 from dualdp_jax.chunk import Chunk, Origin, Rows
@@ -209,8 +209,7 @@ def default_rows(plan: PrivacyPlan) -> int:
     proportional to the rows, that padding costs more than it saves: there a chunk is a quarter of
     the mean if the half chunk wasted on average is less than the three standard deviations.
     """
-    steps = np.arange(max(plan.num_steps or 1, 1))
-    expected = float(np.max(plan.cost().expected_batch_size.at(steps)))
+    expected = max(size for _, size, _ in stretches(plan, 0, max(plan.num_steps or 1, 1)))
     spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
     if _constant_sizes(plan):
         spread = 0.0

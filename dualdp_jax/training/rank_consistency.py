@@ -54,7 +54,7 @@ def check_run(group: Group, run: CompiledStep, state: TrainState) -> None:
     assert run.data_mesh is not None
     group.require_same("the run", {
         "parameters": {
-            name: [str(leaf.dtype), list(leaf.shape), str(leaf.sharding.spec)]
+            name: [str(leaf.dtype), list(leaf.shape), str(getattr(leaf.sharding, "spec", None))]
             for name, leaf in zip(run.parameters.names, run.parameters.trained, strict=True)
         },
         "optimizer": [_kind(leaf) for leaf in jax.tree.leaves(state.opt_state)],

@@ -25,9 +25,18 @@ from dualdp_jax.chunk import Rows as Rows
 from dualdp_jax.noise.noise import Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Answer, Call, Options, build
-from dualdp_jax.per_sample.methods import SUM, Request, answer, check_method, choose, prepared
-from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.per_sample.call import Call, Options, build
+from dualdp_jax.per_sample.methods import (
+    GRADS,
+    SUM,
+    WAYS,
+    Answer,
+    Request,
+    answer,
+    check_method,
+    prepared,
+)
+from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import PlannedLoader
 from dualdp_jax.training.views import loss_of_view
@@ -127,9 +136,10 @@ class CompiledStep:
 
     def __post_init__(self) -> None:
         check_method(self.method)
+        self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
         self._jitted, self.dtype = self._compiled(), self.parameters.dtype
-        is_module = self.parameters.module is not None  # whose dropout has keys
+        is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
         self.draws_keys = self.needs_key or self.augment is not None or is_module
         # Zeros once per run, on the device: new ones at each step would be a transfer of the size
         # of the parameters.
@@ -173,6 +183,14 @@ class CompiledStep:
             "update": jax.jit(self._update, out_shardings=(sums, self.opt_shardings, number)),
             "grads": jax.jit(self.data_mesh.each(self._grads, trained)),
         }
+
+    def falls_back(self) -> bool:
+        """Go on by the next way of "auto"; False if there is none."""
+        if not self.next_ways:
+            return False
+        self.method = self.next_ways.pop(0)
+        self._jitted = self._compiled()
+        return True
 
     def computed(self, params: Any, batch: Chunk, dropout: Any, bound: float) -> ComputedStep:
         """Return the totals of a logical batch, with the inputs and results of its chunks.
@@ -290,6 +308,7 @@ class CompiledStep:
             self.parameters, trained=trained, others=self.parameters.keyed(others, key)
         )
         options = Options(
+            method=self.method,
             has_aux=self.has_aux,
             key=key if self.needs_key or self.augment is not None else None,
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
@@ -322,9 +341,8 @@ class CompiledStep:
     def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(trained, others, rows, dropout), rows.mask
-        request = Request(SUM, self.method, self.clipper(call.parameters, bound))
-        prepared_call, size = prepared(call, self.method), call.num_examples
-        result = answer(request, prepared_call, mask, size, rows.factors)
+        request = Request(SUM, self.clipper(call.parameters, bound))
+        result = answer(request, prepared(call), mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -357,7 +375,7 @@ class CompiledStep:
     def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
         call = self.call(trained, others, rows, dropout)
-        return list(choose(self.method, call, call.num_examples).grads(call, call.rows)[0])
+        return answer(Request(GRADS), prepared(call)).leaves
 
 
 def first_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:

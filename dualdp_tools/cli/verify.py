@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from dualdp.ledger.verify import verify as run_verify
 from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
-Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
+Page = Annotated[Path | None, typer.Option("--report", help="Write one page, FILE.md.")]
 AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose noise came from a seed.")]
 
 _WORDS = {True: "ok", False: "FAILED", None: "note"}
@@ -31,8 +30,8 @@ def verify(
 
     Ledgers of several runs on the same data add up: each epsilon is that of its run alone.
     """
-    if report is not None and report.suffix not in (".md", ".html"):
-        raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
+    if report is not None and report.suffix != ".md":
+        raise ValueError(f"report={str(report)!r} has no known form. Expected a file .md.")
     if report is not None and len(ledger) > 1:
         raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
     if report is not None:
@@ -43,8 +42,7 @@ def verify(
             several.append(run_verify(path, allow_seed=allow_seed))
             advance()
     if report is not None:
-        page = to_html(several[0]) if report.suffix == ".html" else to_markdown(several[0])
-        report.write_text(page, encoding="utf-8")
+        report.write_text(to_markdown(several[0]), encoding="utf-8")
     if as_json:
         data = {found.source: _data(found) for found in several}
         shown = {"ledgers": data} if len(several) > 1 else _data(several[0])
@@ -140,7 +138,7 @@ def facts(found: Verification) -> list[tuple[str, str]]:
             "Secrecy",
             f"seed={plan.seed}: none" if plan.seed is not None else "fresh bits, not stored",
         ),
-        ("Code", f"dualdp {header.get('version')}, accountant {header.get('accountant')}"),
+        ("Code", f"dualdp {header.get('version')}, accountant {plan.accountant}"),
         ("Logged without protection", unprotected),
     ]
 
@@ -193,25 +191,3 @@ def to_markdown(found: Verification) -> str:
         detail = finding.detail.replace("|", "\\|").replace("\n", " ")
         lines.append(f"| {_WORDS[finding.passed]} | {finding.name} | {detail} |")
     return "\n".join([*lines, ""])
-
-
-def to_html(found: Verification) -> str:
-    """Return the report as HTML, with all text escaped."""
-    escape = html.escape
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts(found)
-    )
-    texts = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in meaning(found))
-    checks = "".join(
-        f"<tr><td>{_WORDS[f.passed]}</td><td>{escape(f.name)}</td><td>{escape(f.detail)}</td></tr>"
-        for f in found.findings
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy record</title>'
-        "<style>body{font:15px sans-serif;max-width:52em;margin:2em auto;padding:0 1em}"
-        "th,td{text-align:left;vertical-align:top;padding:.2em .8em .2em 0}</style></head><body>"
-        f"<h1>Privacy record</h1><p><strong>{escape(verdict(found))}</strong></p>"
-        f"<h2>What was released</h2><table>{rows}</table>"
-        f"<h2>What the number means</h2>{texts}"
-        f"<h2>What was checked</h2><table>{checks}</table></body></html>\n"
-    )

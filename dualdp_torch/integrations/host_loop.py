@@ -232,7 +232,7 @@ class HostedRun:
         if self.is_running:
             self.is_running = False
             if names := sorted(set(logged) - {"epsilon"}):
-                self.engine.ledger.unprotected(names)
+                self.engine.ledger.note(unprotected=names)
             self.engine.detach()
         self.loader = self.saved = None
 

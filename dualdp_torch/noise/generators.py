@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dualdp.randomness import threefry
-from dualdp.randomness.parallel import Blocks
+from dualdp.randomness.parallel import fill_blocks
 from dualdp_torch.rules.base import Tensor, on_host
 
 Key = NDArray[np.uint32]  # (2,)
@@ -90,5 +90,5 @@ class Normals:
         count = -(-stop // size) - first if len(noise) else 0
         # A few blocks take less time than a thread needs to start while torch's own threads spin.
         threads = torch.get_num_threads() if self._on_host and count > _FEW else 1
-        Blocks(fill, count).finish(threads)
+        fill_blocks(fill, count, threads)
         return noise

@@ -311,7 +311,7 @@ def _secure(
         if is_whole:
             noise = whole[start:stop]
         else:
-            noise = grid_noise.grid_noise_between(bits, start, stop, cells=cells, size=size)
+            noise = grid_noise.grid_noise(bits, cells=cells, size=size, start=start, stop=stop)
         total = _flatten_dense_tensors(parts)
         found = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
         noisy.append(torch.from_numpy(found).to(total.device))

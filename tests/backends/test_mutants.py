@@ -10,7 +10,7 @@ import pytest
 
 import dualdp.plan.clipping
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
-from dualdp.audit import plans
+from dualdp.audit.protocol import claims_of
 from dualdp.plan import samplers
 from dualdp.randomness import fresh_bits
 from dualdp.testing import Event, check_private_step
@@ -297,5 +297,5 @@ def test_plans_of_users_are_audited_by_one_row_each(stack):
         STEPS[stack](unit="user", rows_per_unit=3)
     users = dataclasses.replace(STEPS[stack]().plan, unit="user", rows_per_unit=3)
     rows = dataclasses.replace(users, unit="example", rows_per_unit=None)
-    assert plans.claims_of(rows) == STEPS[stack]().claims
+    assert claims_of(rows) == STEPS[stack]().claims
     assert rows.sample_rate == users.sample_rate

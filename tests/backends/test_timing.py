@@ -137,7 +137,7 @@ def branches(jaxpr):
 @pytest.mark.parametrize("method", [*METHODS, pytest.param("two_pass", marks=SLOW)])
 def test_the_compiled_step_of_jax_has_one_way(method, monkeypatch):
     """A branch leads to norms that are computed a second way, whoever is clipped."""
-    x, mask, fine, trusted = inputs(False), np.ones(ROWS, bool), jax_norms._fine, []
+    x, mask, fine, trusted = inputs(False), np.ones(ROWS, bool), jax_norms.within_error, []
 
     def watched(*arguments):
         found = fine(*arguments)
@@ -151,7 +151,7 @@ def test_the_compiled_step_of_jax_has_one_way(method, monkeypatch):
 
     program = jax.make_jaxpr(clipped)(weights(), x, np.ones(ROWS, "f"))
     assert set(branches(program.jaxpr)) <= {"cond"}
-    monkeypatch.setattr(jax_norms, "_fine", watched)
+    monkeypatch.setattr(jax_norms, "within_error", watched)
     clipped = jax.jit(partial(clipped))
     counts = []
     for scales in SCALES.values():

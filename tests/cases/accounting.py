@@ -7,6 +7,8 @@ import pathlib
 
 import numpy as np
 
+from dualdp import accountants
+
 PUBLISHED = json.loads((pathlib.Path(__file__).parent / "accounting.json").read_text())
 
 
@@ -14,6 +16,14 @@ def run_of(row):
     """Arguments of `get_epsilon` of a published row."""
     names = ("noise_multiplier", "sample_rate", "num_steps", "delta")
     return {name: row[name] for name in names}
+
+
+def get_delta(*, epsilon, accountant="pld", **run):
+    """Delta of equal steps; arguments as those of `dualdp.get_epsilon`."""
+    about = {key: run.pop(key) for key in ("neighboring_relation", "group_size") if key in run}
+    made = accountants.create(accountant, **about)
+    made.step(**run)
+    return made.get_delta(epsilon=epsilon)
 
 
 def settings(count, seed, *, extreme):

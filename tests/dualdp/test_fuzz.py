@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdp import PrivacyPlan, mechanisms
+from dualdp import PrivacyPlan
 from tests import fuzz
 
 CORPUS = json.loads((Path(__file__).parents[1] / "cases" / "bad_inputs.json").read_text())
@@ -45,8 +45,3 @@ def test_the_corpus_is_refused(name):
 def test_numbers_beyond_all_use_are_refused(changes, message):
     with fuzz.in_time(), pytest.raises(ValueError, match=message):
         PrivacyPlan.from_json(json.dumps({**fuzz.PLANS[0], **changes}))
-
-
-def test_a_stored_composition_needs_its_events():
-    with pytest.raises(ValueError, match="A stored Composition has no events"):
-        mechanisms.from_dict({"mechanism": "Composition"})

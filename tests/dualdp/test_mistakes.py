@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import dualdp
-from dualdp import AccountingError, Ledger, PrivacyPlan, checkpoint, schedules
+from dualdp import AccountingError, Ledger, PrivacyPlan, checkpoint
 from dualdp.ledger.verify import verify
-from dualdp.log import RunLog, progress, read_log
+from dualdp.log import RunLog, progress
 from tests.mistakes import refused, untidy
 
 RATE = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 3, "delta": 1e-5}
@@ -50,7 +50,6 @@ MISTAKES = {
     "epochs here": (lambda k: epsilon(epochs=3), TypeError, "no argument 'epochs'.*group_size"),
     "a tiny delta": (lambda k: noise(target_delta=1e-300), AccountingError, "below 1e-150"),
     # plans
-    "the data": (lambda k: plan(num_examples=[1, 2]), TypeError, "is a list. Expected an integ"),
     "schedule as text": (lambda k: plan(noise_multiplier="linear"), TypeError, "is a str"),
     "schedule of nothing": (
         lambda k: plan(noise_multiplier=lambda step: None),
@@ -62,12 +61,6 @@ MISTAKES = {
         TypeError,
         r"noise_multiplier takes \(\), but is called with \(step\)",
     ),
-    "words in a schedule": (
-        lambda k: schedules.Linear("1", 2.0, over=3),
-        TypeError,
-        "initial='1' is a str",
-    ),
-    "batch of no step": (lambda k: plan().batch_indices("0"), TypeError, "step='0' is a str"),
     # ledgers
     "ledger nowhere": (
         lambda k: Ledger(plan(), path=k.at / "no" / "ledger"),
@@ -79,7 +72,6 @@ MISTAKES = {
         FileExistsError,
         "exists. Expected a new path.*load_checkpoint goes on",
     ),
-    "number as ledger": (lambda k: Ledger(plan(), path=3), TypeError, "ledger=3 is an int"),
     "step as text": (lambda k: Ledger(plan()).record("0"), TypeError, "step='0' is a str"),
     "no ledger": (lambda k: Ledger.read(k.at / "no"), FileNotFoundError, "no does not exist. Ex"),
     "folder read": (lambda k: verify(k.at / "folder"), IsADirectoryError, "folder is a folder"),
@@ -101,10 +93,7 @@ MISTAKES = {
         TypeError,
         "loss=.* is a NumPy array. Expected a number",
     ),
-    "no log": (lambda k: read_log(k.at / "no"), FileNotFoundError, "no does not exist. Expected"),
-    "folder as log": (lambda k: read_log(k.at / "folder"), IsADirectoryError, "is a folder"),
     # files of checkpoints
-    "folder as checkpoint": (lambda k: checkpoint.read(k.at / "folder"), IsADirectoryError, "is a"),
     "written to a folder": (
         lambda k: checkpoint.write(k.at / "folder", {}, {}),
         IsADirectoryError,

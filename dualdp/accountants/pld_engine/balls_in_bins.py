@@ -63,17 +63,15 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
     (p, p_error), (q, q_error) = _powers(one.p, one.q, bins - 1, size)
     wrapped = math.exp(-leak) * (1 + 1e-9)
     kept, p, q = _thinned(p, q, bins * one.first, step / bins)
-    errors = _merged_errors(kept)
+    errors = np.append(_merged_errors(kept), [0.0, 0.0])
     return Atoms(
-        p,
-        q,
-        error=bins * one.error * 1.01 + (int(np.diff(kept).max()) + 16) * U,
-        loss=_losses(kept, step / bins),
-        p_error=p_error * errors,
-        q_error=q_error * errors,
+        np.append(p, [one.lost_p + (bins - 1) * one.lost_q + wrapped, 0.0]),
+        np.append(q, [0.0, bins * one.lost_q + wrapped]),
+        np.append(_losses(kept, step / bins), [math.inf, -math.inf]),
+        bins * one.error * 1.01 + (int(np.diff(kept).max()) + 16) * U,
+        p_error * errors,
+        q_error * errors,
         spread=wrapped,
-        left_p=one.lost_p + (bins - 1) * one.lost_q + wrapped,
-        left_q=bins * one.lost_q + wrapped,
     )
 
 
@@ -120,13 +118,14 @@ def _doubled(sigma: float, bins: int, tail: float) -> Atoms:
             mean = _mean(mean, one, 1 / number, h, least)
             number += 1
     lost_q, lost_p = (float(ndtr(-x)) * (1 + NDTR_ERROR) for x in (z[-1], z[-1] - 1 / sigma))
+    mean[0] += bins * lost_q + 1e-4 * tail
     return Atoms(
-        np.append(0.0, mean[1:] * np.exp(loss)),
-        mean,
+        np.concatenate(
+            [[0.0], mean[1:] * np.exp(loss), [lost_p + (bins - 1) * lost_q + 1e-4 * tail]]
+        ),
+        np.append(mean, 0.0),
+        np.concatenate([[-math.inf], loss, [math.inf]]),
         error=1.01 * bins * (error + (4 * _CELLS + 4000) * U),
-        loss=np.append(-math.inf, loss),
-        left_p=lost_p + (bins - 1) * lost_q + 1e-4 * tail,
-        left_q=bins * lost_q + 1e-4 * tail,
     )
 
 
@@ -269,40 +268,30 @@ def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]
     Here y = j e^{(z - start) / sigma}. Gauss' rule of n nodes on a cell of width w: on the ellipse
     with sum of half-axes rho w / 2 the integrand is at most rho e^{|z| rho w / 4} times its size on
     the cell, and the error of the rule is about rho^{1 - 2n} of that, below 1e-12 for |z| < 37:
-    w > 1/64 (and < 4)   100 nodes, rho = 8;     w > 1/4096   5 nodes, rho = 64;
-    narrower ones        3 nodes, rho = 4096;    wider ones   in intervals (`_wide_cell`).
+    w > 1/64   100 nodes, rho = 8;     w > 1/4096   5 nodes, rho = 64;
+    narrower ones    3 nodes, rho = 4096. Wide cells, of the largest steps only, end where the
+    density underflows, and 100 nodes do there too: they leave e^-50 of e^{-z^2/2} on [-39, 39].
     """
     log_ratio = np.log1p(1 / index)
     width = sigma * log_ratio  # falls with the index
+    low = np.maximum(start, -_FARTHEST - 2)
+    length = np.maximum(np.minimum(width - (low - start), _FARTHEST + 2 - low), 0.0)
+    grown = np.where(length < width, length / sigma, log_ratio)
     up, down = np.empty((2, index.size))
-    wide, *ends = (int(np.count_nonzero(width > least)) for least in (4.0, 2.0**-6, 2.0**-12))
-    for cell in range(wide):
-        up[cell], down[cell] = _wide_cell(sigma, index[cell], start[cell], width[cell])
-    widths = slice(wide, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)
-    for cells, count in zip(widths, (100, 5, 3), strict=True):
+    ends = [int(np.count_nonzero(width > least)) for least in (2.0**-6, 2.0**-12)]
+    parts = slice(0, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)
+    for cells, count in zip(parts, (100, 5, 3), strict=True):
         total, above = np.zeros((2, width[cells].size))
         for node, weight in zip(*np.polynomial.legendre.leggauss(count), strict=True):
             t = 0.5 * (1 + node)
-            density = 0.5 * weight * np.exp(-0.5 * (start[cells] + t * width[cells]) ** 2)
-            share = density * (index[cells] * np.expm1(t * log_ratio[cells]))
+            density = 0.5 * weight * np.exp(-0.5 * (low[cells] + t * length[cells]) ** 2)
+            inside = t * grown[cells] + (low[cells] - start[cells]) / sigma
+            share = density * (index[cells] * np.expm1(inside))
             above += share
             total += density - share
-        scale = width[cells] / math.sqrt(2 * math.pi)
+        scale = length[cells] / math.sqrt(2 * math.pi)
         up[cells], down[cells] = above * scale, total * scale
     return up, down
-
-
-def _wide_cell(sigma: float, index: float, start: float, width: float) -> tuple[float, float]:
-    """Both integrals of one cell, over intervals of width <= 2 where the density is positive."""
-    far = _FARTHEST + 2
-    low, high = (min(max(float(end), -far), far) for end in (start, start + width))
-    edges = np.linspace(low, high, math.ceil((high - low) / 2) + 1)
-    nodes, weights = np.polynomial.legendre.leggauss(100)
-    half = 0.5 * np.diff(edges)[:, None]
-    z = edges[:-1, None] + half * (1 + nodes)
-    density = half * weights * np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    share = density * (index * np.expm1((z - start) / sigma))
-    return float(share.sum()), float((density - share).sum())
 
 
 def _reach(single: Array, tilted: Array, bins: int, leak: float) -> float:

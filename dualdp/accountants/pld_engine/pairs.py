@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dominating pair (P, Q) of each mechanism, as masses in cells of the privacy loss.
 
-A table (`Cells`) is all that the engine knows of a mechanism: masses of P and Q in cells of the
-privacy loss L = log(P/Q). Edges g_0 < g_1 < ... are multiples of one lattice spacing h; with
+A table (`Cells`) is all that the engine knows of a mechanism: masses of P in cells of the privacy
+loss L = log(P/Q), or those of Q. Edges g_0 < g_1 < ... are multiples of one lattice spacing h; with
 a = g_j, b = g_{j+1} a cell [a, b) holds
 
     p_j = P(a <= L < b),  q_j = Q(same),  surplus_j = p_j - e^a q_j,  deficit_j = q_j - e^-b p_j,
 
 the last two >= 0 and, for subsampled mechanisms, computed without the cancellation of their
 definition. Each number has an error bound, so that later results can be rounded in the safe
-direction. Swapping P and Q negates the loss and swaps surplus with deficit: `flip`.
+direction. Swapping P and Q negates the loss, and makes the deficit of Q the surplus.
 
 Why these pairs dominate: docs/accounting.md, section 2.
 """
@@ -17,7 +17,6 @@ Why these pairs dominate: docs/accounting.md, section 2.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -38,49 +37,26 @@ NDTR_ERROR = 4e-13
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """Masses of P, or of Q, of several mechanisms (rows) in the same cells.
+class Cells:
+    """Masses of P (or of Q) of several mechanisms (rows) in the same cells of the loss.
 
-    `excess` is the surplus of P, or the deficit of Q. `bottom` and `top`
-    are the masses at finite losses outside the edges, `infinite` that where the other one is 0.
+    `excess` is the surplus of P, or the deficit of Q. `below` and `above` are the masses outside
+    the edges, infinite losses included. `slack` bounds |loss - edge| at the edges.
     """
 
     mass: Array  # (rows, cells)
     excess: Array
     mass_error: Array
     excess_error: Array
-    bottom: Array  # (rows,)
-    top: Array
-    infinite: Array
-
-    def reversed(self) -> Side:
-        """Return the same masses, the loss negated."""
-        return Side(
-            self.mass[:, ::-1],
-            self.excess[:, ::-1],
-            self.mass_error[:, ::-1],
-            self.excess_error[:, ::-1],
-            self.top,
-            self.bottom,
-            self.infinite,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Cells:
-    """Mass tables of P and Q; `slack` (rows,) bounds |loss - edge| at the edges."""
-
-    index: Index  # (edges,) multiples of the spacing
-    spacing: float
-    p: Side
-    q: Side
+    below: Array  # (rows,)
+    above: Array
     slack: Array
 
-
-def flip(cells: Cells) -> Cells:
-    """Return the table of the other direction: P and Q swapped, the loss negated."""
-    p, q = cells.q.reversed(), cells.p.reversed()
-    return Cells(-cells.index[::-1], cells.spacing, p, q, cells.slack)
+    def reversed(self) -> Cells:
+        """Return the same masses, the loss negated."""
+        tables = (self.mass, self.excess, self.mass_error, self.excess_error)
+        mass, excess, error, doubt = [table[:, ::-1] for table in tables]
+        return Cells(mass, excess, error, doubt, self.above, self.below, self.slack)
 
 
 class PairFamily(Protocol):
@@ -94,8 +70,8 @@ class PairFamily(Protocol):
         """Return the (rows,) approximate variance of the loss, for the choice of the grid."""
         ...
 
-    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
-        """Return the mass table of some rows on the edges `index * spacing`."""
+    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
+        """Return the table of P of some rows on the edges `g`, or that of Q."""
         ...
 
 
@@ -108,24 +84,29 @@ class Term:
     flipped: bool = False
 
 
-def _normal_masses(z: Array) -> tuple[Array, Array, Array, Array]:
-    """(rows, edges) increasing z -> masses between edges, their errors, mass below, mass above.
+#: (rows, cells) masses and their errors, (rows,) masses below and above the edges.
+Masses = tuple[Array, Array, Array, Array]
+
+
+def _between_cuts(below: Array, above: Array) -> Masses:
+    """(rows, edges) masses below and above -> masses between, by the smaller tails.
 
     Each mass is a difference on the side of the smaller tail: its error is at most the relative
-    error of `ndtr` times the tails involved.
+    error of `ndtr` times the tails involved, and a few ulps of a mass across the median.
     """
+    left, right = below[:, :-1] <= above[:, :-1], above[:, 1:] <= below[:, 1:]
+    rising, falling = below[:, 1:] - below[:, :-1], above[:, :-1] - above[:, 1:]
+    mass = np.where(left, np.where(right, (1.0 - below[:, :-1]) - above[:, 1:], rising), falling)
+    small = np.minimum(below, above)
+    error = NDTR_ERROR * (small[:, :-1] + small[:, 1:]) + 4 * U * mass
+    return np.maximum(mass, 0.0), error, below[:, 0], above[:, -1]
+
+
+def _normal_masses(z: Array) -> Masses:
+    """(rows, edges) increasing z -> masses of N(0, 1) between them."""
     tail, right = ndtr(-np.abs(z)), z > 0
-    left_tail, right_tail = tail[:, :-1], tail[:, 1:]
-    inside = np.where(
-        right[:, :-1],
-        left_tail - right_tail,
-        np.where(right[:, 1:], (1.0 - left_tail) - right_tail, right_tail - left_tail),
-    )
-    # a cell across 0 is a difference from 1, whose few ulps NDTR_ERROR covers
-    error = NDTR_ERROR * (left_tail + right_tail)
-    below = np.where(right[:, 0], 1 - tail[:, 0], tail[:, 0])
-    above = np.where(right[:, -1], tail[:, -1], 1 - tail[:, -1])
-    return np.maximum(inside, 0.0), error, below, above
+    rest = 1 - tail
+    return _between_cuts(np.where(right, rest, tail), np.where(right, tail, rest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,47 +134,30 @@ class Subsampled:
         chi = self.rate**2 * np.expm1(np.minimum(inverse, 50.0))
         return np.asarray(np.minimum(chi, inverse + 0.25 * inverse**2))
 
-    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
-        """Return the mass table of some rows."""
+    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
+        """Return the table of some rows."""
         s, q = self.sigma[rows, None], self.rate[rows, None]
-        g = index * spacing
         # u_g, negative where no x has so small a loss. By expm1 near g = 0, by e^g - (1-q) far
         # below: the error of q u_g is a few ulps of e^g in both cases, hence a few of the loss.
         far = (np.exp(np.minimum(g, 0.0)) - (1 - q)) / q
         ratio = np.where(g < -0.5, far, 1 + np.expm1(g) / q)
         with np.errstate(divide="ignore"):
             z0 = s * np.log(np.maximum(ratio, 0.0)) + 0.5 / s
-        m0, e0, below0, above0 = _normal_masses(z0)
+        m0, e0, below, above = _normal_masses(z0)
         m1, e1, below1, above1 = _normal_masses(z0 - 1 / s)
-        lower, upper = ratio[:, :-1], np.maximum(ratio[:, 1:], 0.0)
-        shrunk = q * np.exp(-g[1:])
-        p = (1 - q) * m0 + q * m1
         slack = 16 * U * (2 + self.sigma[rows] ** -2.0 + max(abs(g[0]), abs(g[-1])))
-        zero = np.zeros(rows.size)
-        rates = self.rate[rows]
-        return Cells(
-            index,
-            spacing,
-            Side(
-                p,
-                excess=np.maximum(q * (m1 - lower * m0), 0.0),
-                mass_error=(1 - q) * e0 + q * e1,
-                excess_error=q * (e1 + np.abs(lower) * e0) + slack[:, None] * p,
-                bottom=(1 - rates) * below0 + rates * below1,
-                top=(1 - rates) * above0 + rates * above1,
-                infinite=zero,
-            ),
-            Side(
-                m0,
-                excess=np.maximum(shrunk * (upper * m0 - m1), 0.0),
-                mass_error=e0,
-                excess_error=shrunk * (upper * e0 + e1) + slack[:, None] * m0,
-                bottom=below0,
-                top=above0,
-                infinite=zero,
-            ),
-            slack,
-        )
+        if of_q:
+            upper, shrunk = np.maximum(ratio[:, 1:], 0.0), q * np.exp(-g[1:])
+            excess, doubt = shrunk * (upper * m0 - m1), shrunk * (upper * e0 + e1)
+            mass, error = m0, e0
+        else:
+            lower, rates = ratio[:, :-1], self.rate[rows]
+            excess, doubt = q * (m1 - lower * m0), q * (e1 + np.abs(lower) * e0)
+            mass, error = (1 - q) * m0 + q * m1, (1 - q) * e0 + q * e1
+            below = (1 - rates) * below + rates * below1
+            above = (1 - rates) * above + rates * above1
+        doubt = doubt + slack[:, None] * mass
+        return Cells(mass, np.maximum(excess, 0.0), error, doubt, below, above, slack)
 
 
 def quantile(tail: float) -> float:
@@ -205,13 +169,12 @@ def quantile(tail: float) -> float:
 class Monotone:
     """One mechanism on the real line whose loss grows with x, given by its distribution functions.
 
-    `cut(g)` is the x at which the loss passes g (up to `slack` in the loss); `p_tails(x)` and
-    `q_tails(x)` are (mass below x, mass above x), each with relative error NDTR_ERROR.
+    `tails(g)` is (mass of a loss below g, mass above) of P and of Q, each with relative error
+    NDTR_ERROR, for edges that are off by up to `slack` in the loss; `ends(tail)` is what `span`
+    returns, and `size` the variance.
     """
 
-    cut: Callable[[Array], Array]
-    p_tails: Callable[[Array], tuple[Array, Array]]
-    q_tails: Callable[[Array], tuple[Array, Array]]
+    tails: Callable[[Array], tuple[tuple[Array, Array], tuple[Array, Array]]]
     ends: Callable[[float], tuple[float, float]]
     size: float
     slack: float = 64 * U
@@ -225,148 +188,88 @@ class Monotone:
         """Return the variance passed as `size`."""
         return np.array([self.size])
 
-    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
-        """Return the mass table."""
-        g = index * spacing
-        x = self.cut(g)
-        p, q = _between_cuts(*self.p_tails(x)), _between_cuts(*self.q_tails(x))
+    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
+        """Return the table."""
+        p, q = (_between_cuts(below[None], above[None]) for below, above in self.tails(g))
         slack = self.slack * (2 + max(abs(g[0]), abs(g[-1])))
-        return _from_masses(index, spacing, p, q, infinite=(0.0, 0.0), slack=slack)
+        return _by_difference(g, p, q, slack, of_q)
 
 
-#: (1, cells) masses and their errors, (1,) masses below and above the edges.
-Masses = tuple[Array, Array, Array, Array]
-
-
-def _between_cuts(below: Array, above: Array) -> Masses:
-    """(edges,) tails -> (1, cells) masses, errors and both end masses, from the smaller tails."""
-    small = np.minimum(below, above)
-    rising, falling = np.diff(below), -np.diff(above)
-    mass = np.where(above[:-1] < below[:-1], falling, np.where(below[1:] < above[1:], rising, 0.0))
-    across = (above[:-1] >= below[:-1]) & (below[1:] >= above[1:])
-    mass = np.where(across, (1.0 - below[:-1]) - above[1:], mass)
-    error = NDTR_ERROR * (small[:-1] + small[1:]) + 4 * U * mass
-    return np.maximum(mass, 0.0)[None], error[None], below[:1], above[-1:]
-
-
-def _from_masses(
-    index: Index, spacing: float, p: Masses, q: Masses, infinite: tuple[float, float], slack: float
-) -> Cells:
-    """Table whose surplus and deficit are computed by subtraction, with the error of doing so."""
-    g = index * spacing
-
-    def side(own: Masses, other: Masses, ratio: Array, beyond: float) -> Side:
-        (mass, error, bottom, top), (theirs, their_error, *_) = own, other
-        return Side(
-            mass,
-            excess=np.maximum(mass - ratio * theirs, 0.0),
-            mass_error=error,
-            excess_error=error + ratio * their_error + (8 * U + slack) * (mass + ratio * theirs),
-            bottom=bottom,
-            top=top,
-            infinite=np.array([beyond]),
-        )
-
-    sides = side(p, q, np.exp(g[:-1]), infinite[0]), side(q, p, np.exp(-g[1:]), infinite[1])
-    return Cells(index, spacing, *sides, np.array([slack]))
+def _by_difference(g: Array, p: Masses, q: Masses, slack: float, of_q: bool) -> Cells:
+    """Table whose surplus or deficit is computed by subtraction, with the error of doing so."""
+    own, other, ratio = (q, p, np.exp(-g[1:])) if of_q else (p, q, np.exp(g[:-1]))
+    (mass, error, below, above), (theirs, their_error, *_) = own, other
+    excess = np.maximum(mass - ratio * theirs, 0.0)
+    doubt = error + ratio * their_error + (8 * U + slack) * (mass + ratio * theirs)
+    return Cells(mass, excess, error, doubt, below, above, np.array([slack]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Atoms:
     """One mechanism with finitely many outcomes: the P- and Q-mass and the loss of each.
 
-    `error` bounds the relative, `p_error`/`q_error` (outcomes,) the absolute error of the masses.
-    The loss is log(p/q) unless given: +inf where q = 0, -inf where p = 0. `spread` is mass that may
-    be in any cell. `left_p`/`left_q` is unresolved mass, counted as infinite loss.
+    The loss is +inf where q = 0 and -inf where p = 0; unresolved mass is put there too. `error`
+    bounds the relative, `p_error` and `q_error` the absolute error of the masses of an outcome;
+    `spread` is mass that may be in any cell.
     """
 
     p: Array
     q: Array
-    error: float = 4 * U
-    loss: Array | None = None
-    p_error: Array | None = None
-    q_error: Array | None = None
+    loss: Array
+    error: float
+    p_error: Array | float = 0.0
+    q_error: Array | float = 0.0
     spread: float = 0.0
-    left_p: float = 0.0
-    left_q: float = 0.0
-
-    def losses(self) -> Array:
-        """Return (outcomes,) log(p/q)."""
-        if self.loss is not None:
-            return self.loss
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray(np.log(self.p) - np.log(self.q))
-
-    @functools.cached_property
-    def _tails(self) -> tuple[Array, Array, Array]:
-        """(finite outcomes,) sorted losses, Q-mass up to each, P-mass summed from the top."""
-        loss = self.losses()
-        order = np.argsort(loss, kind="stable")
-        order = order[np.isfinite(loss[order])]
-        return loss[order], np.cumsum(self.q[order]), np.cumsum(self.p[order[::-1]])
 
     def span(self, tail: float) -> tuple[Array, Array]:
-        """Return the losses of all outcomes but tails of mass less than `tail`."""
-        loss, below, above = self._tails
-        if loss.size == 0:
+        """Return the losses of all finite outcomes but tails of mass less than `tail`."""
+        order = np.argsort(self.loss, kind="stable")
+        order = order[np.isfinite(self.loss[order])]
+        if order.size == 0:
             return np.zeros(1), np.zeros(1)
-        low = min(int(np.searchsorted(below, tail)), loss.size - 1)
-        high = max(loss.size - 1 - int(np.searchsorted(above, tail)), 0)
-        return np.array([min(loss[low], 0.0)]), np.array([max(loss[high], 0.0)])
+        last, loss = order.size - 1, self.loss[order]
+        low = min(int(np.searchsorted(np.cumsum(self.q[order]), tail)), last)
+        high = max(last - int(np.searchsorted(np.cumsum(self.p[order[::-1]]), tail)), 0)
+        return np.minimum(loss[[low]], 0.0), np.maximum(loss[[high]], 0.0)
 
     def variance(self) -> Array:
         """Return the second moment of the finite losses under P."""
-        loss = self.losses()
-        keep = np.isfinite(loss)
-        return np.array([max(float(np.sum(self.p[keep] * loss[keep] ** 2)), 1e-280)])
+        keep = np.isfinite(self.loss)
+        return np.array([max(float(np.sum(self.p[keep] * self.loss[keep] ** 2)), 1e-280)])
 
-    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
-        """Return the mass table."""
-        loss, g = self.losses(), index * spacing
-        finite = np.isfinite(loss)
-        cell = np.searchsorted(g, loss[finite], side="right")
+    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
+        """Return the table."""
+        finite = np.isfinite(self.loss)
+        cell = np.searchsorted(g, self.loss[finite], side="right")
 
-        def summed(mass: Array, absolute: Array | None) -> Masses:
-            total = 1.0 * np.bincount(cell, weights=mass[finite], minlength=index.size + 1)
+        def summed(mass: Array, absolute: Array | float, end: int) -> Masses:
+            added = np.broadcast_to(absolute, mass.shape)[finite]
+            total = 1.0 * np.bincount(cell, weights=mass[finite], minlength=g.size + 1)
             error = (self.error + 2 * U * mass.size) * total + self.spread
-            if absolute is not None:
-                error += np.bincount(cell, weights=absolute[finite], minlength=index.size + 1)
+            error += np.bincount(cell, weights=added, minlength=g.size + 1)
             outside = total + error
+            outside[end] += mass[~finite].sum()
             return total[None, 1:-1], error[None, 1:-1], outside[:1], outside[-1:]
 
-        always = self.p[loss == np.inf].sum() + self.left_p
-        never = self.q[loss == -np.inf].sum() + self.left_q
         slack = self.error + 8 * U * (2 + max(abs(g[0]), abs(g[-1])))
-        p, q = summed(self.p, self.p_error), summed(self.q, self.q_error)
-        return _from_masses(index, spacing, p, q, infinite=(always, never), slack=slack)
+        p, q = summed(self.p, self.p_error, -1), summed(self.q, self.q_error, 0)
+        return _by_difference(g, p, q, slack, of_q)
 
 
-def laplace(scale: float) -> Atoms | Monotone:
+def laplace(scale: float) -> Monotone:
     """Return the pair of Laplace noise of scale b: atoms at -1/b and 1/b, a density between.
 
     P(L >= g) = 1 - e^{(g - 1/b)/2} / 2 for g in (-1/b, 1/b).
     """
     top = 1 / scale
 
-    def p_tails(g: Array) -> tuple[Array, Array]:
-        # below(g) = P(L < g): 0 up to -top, e^{(g-top)/2}/2 inside, 1 above top
-        inside = 0.5 * np.exp((np.clip(g, -top, top) - top) / 2)
-        below = np.where(g <= -top, 0.0, np.where(g > top, 1.0, inside))
-        return below, 1 - below
+    def tails(g: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        is_low, is_high, x = g <= -top, g > top, np.clip(g, -top, top)
+        p = np.where(is_low, 0.0, np.where(is_high, 1.0, 0.5 * np.exp((x - top) / 2)))
+        q = np.where(is_low, 1.0, np.where(is_high, 0.0, 0.5 * np.exp((-x - top) / 2)))
+        return (p, 1 - p), (1 - q, q)  # p is below g, q above
 
-    def q_tails(g: Array) -> tuple[Array, Array]:
-        above = np.where(
-            g <= -top, 1.0, np.where(g > top, 0.0, 0.5 * np.exp((-np.clip(g, -top, top) - top) / 2))
-        )
-        return 1 - above, above
-
-    return Monotone(
-        cut=lambda g: g,
-        p_tails=p_tails,
-        q_tails=q_tails,
-        ends=lambda tail: (-top, top),
-        size=min(top * top, 2 * top),
-    )
+    return Monotone(tails, lambda tail: (-top, top), size=min(top * top, 2 * top))
 
 
 def mixture(sigma: float, rate: float, group: int) -> Monotone:
@@ -375,12 +278,8 @@ def mixture(sigma: float, rate: float, group: int) -> Monotone:
     Source: module docstring; Ganesh 2024 (arXiv 2401.10294), Theorem 3.1.
     """
     sizes = np.arange(group + 1, dtype=float)
-    log_rest = math.log1p(-rate) if rate < 1 else -math.inf
     weights = np.array(
-        [
-            math.comb(group, i) * rate**i * (math.exp((group - i) * log_rest) if i < group else 1.0)
-            for i in range(group + 1)
-        ]
+        [math.comb(group, i) * rate**i * (1 - rate) ** (group - i) for i in range(group + 1)]
     )
     scale = 1 / sigma**2
 
@@ -389,15 +288,16 @@ def mixture(sigma: float, rate: float, group: int) -> Monotone:
             terms = np.log(weights) + np.multiply.outer(x, sizes * scale) - 0.5 * sizes**2 * scale
         return np.asarray(np.logaddexp.reduce(terms, axis=-1))
 
-    def cut(g: Array) -> Array:
-        low = np.full_like(g, -45 * sigma - 1)
-        high = np.full_like(g, group + 45 * sigma + 1)
-        inside = bisect_arrays(loss, g, low, high)
-        return np.where(loss(low) >= g, -np.inf, np.where(loss(high) < g, np.inf, inside))
-
     def p_tails(x: Array) -> tuple[Array, Array]:
         z = (x[:, None] - sizes) / sigma
         return ndtr(z) @ weights, ndtr(-z) @ weights
+
+    def tails(g: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        low = np.full_like(g, -45 * sigma - 1)
+        high = np.full_like(g, group + 45 * sigma + 1)
+        x = bisect_arrays(loss, g, low, high)
+        x = np.where(loss(low) >= g, -np.inf, np.where(loss(high) < g, np.inf, x))
+        return p_tails(x), (ndtr(x / sigma), ndtr(-x / sigma))
 
     def ends(tail: float) -> tuple[float, float]:
         # of the upper tail: a group of 16 seldom has all 16 in one batch
@@ -414,14 +314,7 @@ def mixture(sigma: float, rate: float, group: int) -> Monotone:
     with np.errstate(over="ignore"):
         twice_kl = 2 * weights[often] @ (at + np.expm1(-at)) @ shares / math.sqrt(2 * math.pi)
     steep = 1 + group * scale * (group + 45 * sigma + 1)
-    return Monotone(
-        cut=cut,
-        p_tails=p_tails,
-        q_tails=lambda x: (ndtr(x / sigma), ndtr(-x / sigma)),
-        ends=ends,
-        size=max(float(twice_kl), 1e-280),
-        slack=64 * U * steep + 4 * group * U,
-    )
+    return Monotone(tails, ends, max(float(twice_kl), 1e-280), 64 * U * steep + 4 * group * U)
 
 
 def substitution(sigma: float, rate: float) -> Monotone:
@@ -434,14 +327,13 @@ def substitution(sigma: float, rate: float) -> Monotone:
     """
     weight = (1 - rate) / rate * math.exp(min(0.5 / sigma**2, 600.0))
 
-    def cut(g: Array) -> Array:
-        half = g / 2
-        return np.asarray(sigma**2 * (half + np.arcsinh(weight * np.sinh(half))))
+    def tails(g: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        x = sigma**2 * (g / 2 + np.arcsinh(weight * np.sinh(g / 2)))
 
-    def tails(x: Array, center: float) -> tuple[Array, Array]:
-        z0, z1 = x / sigma, (x - center) / sigma
-        below, above = ((1 - rate) * ndtr(s * z0) + rate * ndtr(s * z1) for s in (1, -1))
-        return below, above
+        def below(z: Array, center: float) -> Array:
+            return np.asarray((1 - rate) * ndtr(z / sigma) + rate * ndtr((z - center) / sigma))
+
+        return (below(x, 1), below(-x, -1)), (below(x, -1), below(-x, 1))
 
     def ends(tail: float) -> tuple[float, float]:
         x = 1 + quantile(tail) * sigma
@@ -449,15 +341,8 @@ def substitution(sigma: float, rate: float) -> Monotone:
         return float(below - above), float(above - below)
 
     inverse = sigma**-2.0
-    chi = 2 * rate**2 * math.expm1(min(inverse, 50.0))
-    return Monotone(
-        cut=cut,
-        p_tails=lambda x: tails(x, 1.0),
-        q_tails=lambda x: tails(x, -1.0),
-        ends=ends,
-        size=min(chi, 4 * inverse + 4 * inverse**2),
-        slack=64 * U * (1 + inverse),
-    )
+    size = min(2 * rate**2 * math.expm1(min(inverse, 50.0)), 4 * inverse + 4 * inverse**2)
+    return Monotone(tails, ends, size, slack=64 * U * (1 + inverse))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,52 +353,47 @@ class FixedSize:
     delta_r holds for epsilon >= 0 and delta_a for epsilon < 0. Joined at 0, where they agree (total
     variation), they form a convex curve, hence a pair: the remove pair's cells above 0, the add
     pair's cells below 0, and the missing mass, (1-q)(Phi(1/2s') - Phi(-1/2s')), as an atom at 0.
+    It is its own reverse.
 
     Source: Zhu, Dong & Wang 2022 (arXiv 2106.08567), Proposition 30 and Theorem 11 (subsampling
     under replacement); Balle, Barthe & Gaboardi 2018, Theorem 11.
     """
 
-    sigma: Array  # already halved
-    rate: Array
+    one: Subsampled  # the noise multipliers already halved
 
     def span(self, tail: float) -> tuple[Array, Array]:
         """Return an interval of losses symmetric around 0."""
-        _, high = Subsampled(self.sigma, self.rate).span(tail)
+        _, high = self.one.span(tail)
         return -high, high
 
     def variance(self) -> Array:
         """Return about twice the variance of one direction."""
-        return 2 * Subsampled(self.sigma, self.rate).variance()
+        return 2 * self.one.variance()
 
-    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
-        """Return the mass table, joined at loss 0."""
-        one = Subsampled(self.sigma, self.rate)
-        above = one.cells(rows, index[index >= 0], spacing)
-        below = flip(one.cells(rows, -index[index <= 0][::-1], spacing))
-        s, q = self.sigma[rows], self.rate[rows]
-        atom = ((1 - q) * (ndtr(0.5 / s) - ndtr(-0.5 / s)))[:, None]
-        first = np.zeros(above.p.mass.shape[1])
-        first[0] = 1.0
-        width = -math.expm1(-float(above.index[1] * spacing))
+    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
+        """Return the table on edges symmetric around 0, joined there."""
+        low = self.one.cells(rows, g[g >= 0], of_q=True).reversed()
+        high = self.one.cells(rows, g[g >= 0], of_q=False)
+        s, q = self.one.sigma[rows], self.one.rate[rows]
+        atom = (1 - q) * (ndtr(0.5 / s) - ndtr(-0.5 / s))
+        high.mass[:, 0] += atom
+        for error in (high.mass_error, high.excess_error):
+            error[:, 0] += atom * 4 * NDTR_ERROR
 
-        error = atom * 4 * NDTR_ERROR
+        def joined(name: str) -> Array:
+            return np.concatenate([getattr(low, name), getattr(high, name)], axis=1)
 
-        def join(low: Side, high: Side, excess: Array | float) -> Side:
-            def joined(left: Array, right: Array, added: Array | float) -> Array:
-                return np.concatenate([left, right + added * first], axis=1)
+        tables = ("mass", "excess", "mass_error", "excess_error")
+        mass, excess, error, doubt = map(joined, tables)
+        slack = np.maximum(low.slack, high.slack)
+        cells = Cells(mass, excess, error, doubt, low.below, high.above, slack)
+        return cells.reversed() if of_q else cells
 
-            return Side(
-                joined(low.mass, high.mass, atom),
-                excess=joined(low.excess, high.excess, excess),
-                mass_error=joined(low.mass_error, high.mass_error, error),
-                excess_error=joined(low.excess_error, high.excess_error, error),
-                bottom=low.bottom,
-                top=high.top,
-                infinite=low.infinite,
-            )
 
-        sides = join(below.p, above.p, 0.0), join(below.q, above.q, atom * width)
-        return Cells(index, spacing, *sides, np.maximum(below.slack, above.slack))
+def _atoms(p: Array, q: Array, error: float = 4 * U) -> Atoms:
+    """Outcomes of the loss log(p/q)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Atoms(p, q, np.log(p) - np.log(q), error)
 
 
 def discrete_gaussian(sigma: float, shift: int) -> Atoms:
@@ -525,7 +405,7 @@ def discrete_gaussian(sigma: float, shift: int) -> Atoms:
     x = np.arange(-reach, reach + shift + 1, dtype=float)
     p, q = np.exp(-0.5 * ((x - shift) / sigma) ** 2), np.exp(-0.5 * (x / sigma) ** 2)
     # the tails beyond 40 sigma hold less than e^-790, which underflows a double
-    return Atoms(p / p.sum(), q / q.sum(), error=1e-12)
+    return _atoms(p / p.sum(), q / q.sum(), error=1e-12)
 
 
 def randomized_response(noise: float, buckets: int) -> Atoms:
@@ -533,7 +413,7 @@ def randomized_response(noise: float, buckets: int) -> Atoms:
     lie = noise / buckets
     truth = 1 - noise + lie
     rest = (buckets - 2) * lie
-    return Atoms(np.array([truth, lie, rest]), np.array([lie, truth, rest]))
+    return _atoms(np.array([truth, lie, rest]), np.array([lie, truth, rest]))
 
 
 def black_box(epsilon: float, delta: float) -> Atoms:
@@ -543,10 +423,10 @@ def black_box(epsilon: float, delta: float) -> Atoms:
     """
     high = (1 - delta) / (1 + math.exp(-epsilon))
     low = high * math.exp(-epsilon)
-    return Atoms(np.array([delta, high, low, 0.0]), np.array([0.0, low, high, delta]))
+    return _atoms(np.array([delta, high, low, 0.0]), np.array([0.0, low, high, delta]))
 
 
 def table(p: tuple[float, ...], q: tuple[float, ...]) -> Atoms:
     """Return the pair of the user's masses, normalised."""
     first, second = np.array(p), np.array(q)
-    return Atoms(first / first.sum(), second / second.sum(), error=4 * U * (len(p) + 4))
+    return _atoms(first / first.sum(), second / second.sum(), error=4 * U * (len(p) + 4))

@@ -91,11 +91,11 @@ def optimise(
     size = _validate.integer(needed, sizes[needed], minimum=1, maximum=strategies.MOST[needed])
     separation, most = participations(n, min_separation, max_participations)
     _validate.choice("objective", objective, OBJECTIVES)
-    source, error = _error(workload, n, objective)
+    source, error = error_of(workload, n, objective)
     return _FAMILIES[family](min(size, n), Problem(source, error, separation, most))
 
 
-def _error(
+def error_of(
     workload: ArrayLike | None, n: int, objective: str
 ) -> tuple[Vector, Callable[[Vector], Graded]]:
     """Return s and the error as a function of x = C^-1 s, with its gradient.

@@ -10,7 +10,7 @@ as private as that, also for gradients that depend on earlier releases (Denisov 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,7 +36,9 @@ class Strategy:
     def __post_init__(self) -> None:
         """Make every field a tuple of finite floats, not too long."""
         for item in fields(self):
-            values = numbers(item.name, getattr(self, item.name))
+            given = getattr(self, item.name)
+            listed = list(given) if isinstance(given, Iterator) else given
+            values = numbers(item.name, listed)
             if values.ndim != 1 or not 0 < len(values) <= MOST[item.name]:
                 raise ValueError(
                     f"{item.name} has shape {values.shape}. Expected a list of 1 to "
@@ -98,16 +100,12 @@ class Strategy:
         >>> identity().mean_error(1000)
         500.5
         """
-        errors = self._errors(num_steps, workload)
+        errors = row_errors(self.inverse(num_steps), workload)
         return float(errors.mean()) if errors.size else 0.0
 
     def max_error(self, num_steps: int, workload: ArrayLike | None = None) -> float:
         """Return the largest squared row norm of A C^-1; arguments as for `mean_error`."""
-        return float(self._errors(num_steps, workload).max(initial=0.0))
-
-    def _errors(self, num_steps: int, workload: ArrayLike | None) -> Vector:
-        """(num_steps,) squared row norms of A C^-1."""
-        return row_errors(self.inverse(num_steps), workload)
+        return float(row_errors(self.inverse(num_steps), workload).max(initial=0.0))
 
     def _strategy(self, n: int) -> Vector:
         """(n,) first column of C."""
@@ -229,7 +227,7 @@ def window(weights: Iterable[float]) -> Window:
     Args:
         weights: (p,) w_0 = 1, w_1, ..., of z_t, z_(t-1), ... in the noise of step t.
     """
-    return Window(_listed(weights))
+    return Window(weights)  # type: ignore[arg-type]
 
 
 def bisr(*, bands: int) -> Window:
@@ -240,7 +238,8 @@ def bisr(*, bands: int) -> Window:
 
     Source: Kalinin et al. 2025 (arXiv 2505.12128), banded inverse square root.
     """
-    return Window(tuple(_power_series(0.5, _bands(bands)).tolist()))
+    number = _validate.integer("bands", bands, minimum=1, maximum=MOST["weights"])
+    return Window(tuple(_power_series(0.5, number).tolist()))
 
 
 def lambda_cgd(lam: float) -> Window:
@@ -263,7 +262,7 @@ def band(weights: Iterable[float]) -> Band:
 
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153); Toeplitz: McKenna 2024 (2405.15913).
     """
-    return Band(_listed(weights))
+    return Band(weights)  # type: ignore[arg-type]
 
 
 def blt(*, decays: Iterable[float], scales: Iterable[float]) -> BLT:
@@ -273,7 +272,7 @@ def blt(*, decays: Iterable[float], scales: Iterable[float]) -> BLT:
         decays: (d,) in [0, 1).
         scales: (d,) >= 0.
     """
-    return BLT(_listed(decays), _listed(scales))
+    return BLT(decays, scales)  # type: ignore[arg-type]
 
 
 def blt_column(decays: Vector, scales: Vector, n: int) -> Vector:
@@ -344,15 +343,6 @@ def from_json(name: str, data: Mapping[str, Any]) -> Strategy:
 
 def _steps(num_steps: int) -> int:
     return _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
-
-
-def _bands(bands: int) -> int:
-    return _validate.integer("bands", bands, minimum=1, maximum=MOST["weights"])
-
-
-def _listed(values: Iterable[float]) -> Any:
-    """List of an iterator, so that it can be read twice."""
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
 
 
 def _padded(weights: tuple[float, ...], n: int) -> Vector:

@@ -7,6 +7,7 @@ A call inside the user's own `jit` has no numbers. It warns once, unless a call 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,17 +17,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import _validate
+from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import CHECKS, ExactnessError
 from dualdp_jax import compat
+from dualdp_jax.chunk import Origin
 from dualdp_jax.parallel.mesh import whole
-from dualdp_jax.per_sample.call import Answer, Call
+from dualdp_jax.per_sample.call import Array, Call
 from dualdp_jax.per_sample.checks import identity
 from dualdp_jax.per_sample.checks.identity import Change, Floats, Leaves, Numbers, Reference
-from dualdp_jax.per_sample.methods import SUM, Request, answer
+from dualdp_jax.per_sample.clip import checked_mask
+from dualdp_jax.per_sample.methods import (
+    LEAF_NORMS,
+    NORMS,
+    SUM,
+    WAYS,
+    Answer,
+    Request,
+    answer,
+    check_method,
+    chunk_size,
+    prepared,
+)
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.estimate import stable_norm
 
 _seeds = np.random.default_rng(0)  # of the rows and signs of checks; no noise
-_compared: set[int] = set()  # kinds of calls that were compared, which need not be again
+_compared: dict[int, str] = {}  # kinds of calls that need not be compared again, and their method
 _warned: set[int] = set()
 
 
@@ -36,80 +53,102 @@ def forget() -> None:
     _warned.clear()
 
 
-def kind_of(request: Request, call: Call, *, is_cut: bool) -> int:
-    """Return a key of request and program, without numbers of rows and bounds.
+def answered(request: Request, call: Call, mask: Array | None, where: str) -> Answer:
+    """Answer a request of the public function `where`, and check the answer if that is due.
 
-    `is_cut` is True if the rows are worked on in chunks.
+    Raises:
+        ExactnessError: it differs from plain autodiff by more than rounding, by each way.
     """
+    options = call.options
+    _validate.choice("check", options.check, CHECKS)
+    check_method(options.method)
+    if call.live is not None:
+        mask = call.live if mask is None else checked_mask(mask, call.num_examples) & call.live
+    if call.num_examples == 0 or (options.check == "off" and options.method != "auto"):
+        return answer(request, prepared(call), mask)
+    call = call.traced()
+    kind = _kind_of(request, call)
+    known, is_due = _compared.get(kind), options.check != "off"
+    if compat.in_trace():
+        if known is None and is_due:
+            _warn_of_traced(kind, where, options.origin)
+        is_due = False
+    elif options.check == "first":
+        is_due = known is None
+    *others, last = (
+        WAYS if known is None and options.method == "auto" else (known or options.method,)
+    )
+    for way in others:
+        with contextlib.suppress(UnsupportedLayerError, ExactnessError):
+            return _by(way, request, call, mask, kind if is_due else None)
+    return _by(last, request, call, mask, kind if is_due else None)
+
+
+def _by(way: str, request: Request, call: Call, mask: Array | None, kind: int | None) -> Answer:
+    """Answer a request by a method, and compare it with plain autodiff, if it has a `kind`."""
+    own = prepared(call.by(way))
+    found = answer(request, own, mask)
+    if kind is None:
+        return found
+    numbers, seed = numbers_of(request, own, mask, found), int(_seeds.integers(2**32))
+    if identity.check(reference_of(own), numbers, seed=seed, is_first=True, released=True):
+        _compared[kind] = way
+        if way != call.options.method:
+            _note(call.options.origin, method=f"auto went by {way}, which alone passed its check")
+    return found
+
+
+def _kind_of(request: Request, call: Call) -> int:
+    """Key of request and program, without numbers of rows and bounds."""
     settings = map(compat.setting, ("jax_enable_x64", "jax_default_matmul_precision"))
     program = compat.fingerprint(call.program.jaxpr), len(call.parameters.trained)
-    return hash((program, request.kind_key, is_cut, *settings))
+    is_cut = chunk_size(call) < call.num_examples
+    return hash((program, request.key, call.options.method, is_cut, *settings))
 
 
-def was_compared(kind: int) -> bool:
-    """True if a call of this kind was compared."""
-    return kind in _compared
-
-
-def warn_of_traced(kind: int, where: str) -> None:
-    """Warn, once for a kind, of a traced call that nothing has compared."""
-    if kind in _compared or kind in _warned:
+def _warn_of_traced(kind: int, where: str, origin: Origin | None) -> None:
+    """Warn, once for a kind, of a traced call that nothing has compared; its ledger notes it."""
+    _note(origin, check_impossible=f"{where} is called inside jit, and nothing was compared before")
+    if kind in _warned:
         return
     _warned.add(kind)
     warnings.warn(
         f"{where} is called inside jit, where it has no numbers to compare with plain autodiff, "
         "and no call of its kind was compared before. Call dualdp.jax.check(loss_fn, params, "
         "*batch) once outside jit, with the keywords of this call; check='off' does without.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
-def check(
-    request: Request,
-    call: Call,
-    mask: jax.Array | None,
-    size: int,
-    found: Answer,
-    kind: int,
-) -> None:
-    """Compare an answer with plain autodiff.
-
-    Raises:
-        ExactnessError: it differs by more than rounding.
-    """
-    numbers = numbers_of(request, call, mask, size, found)
-    reference = reference_of(call)
-    seed = int(_seeds.integers(2**32))
-    if identity.check(reference, numbers, seed=seed, is_first=True, released=True):
-        _compared.add(kind)
+def _note(origin: Origin | None, **facts: str) -> None:
+    """Record a fact in the ledger of the loop that a batch comes from, if there is one."""
+    if origin is not None and origin.loop is not None:
+        origin.loop.note(**facts)
 
 
-def numbers_of(
-    request: Request, call: Call, mask: jax.Array | None, size: int, found: Answer
-) -> Numbers:
+def numbers_of(request: Request, call: Call, mask: Array | None, found: Answer) -> Numbers:
     """Return the numbers of an answered call for a comparison."""
-    names, n = call.parameters.names, call.num_examples
+    names, n, dtype = call.parameters.names, call.num_examples, call.parameters.dtype
     counts = np.ones(n, bool) if mask is None else np.asarray(whole(jnp.asarray(mask)))
     if request.kind == SUM:
 
-        def weighted(weights: Floats) -> Leaves:
-            given = jnp.asarray(weights, call.parameters.dtype)
-            return answer(request, call, mask, size, given).leaves
+        def of_factors(weights: Floats) -> Leaves:
+            return answer(request, call, mask, jnp.asarray(weights, dtype)).leaves
 
         factors = {group: on_host(factor) for group, factor in found.factors.items()}
         norms = on_host(found.norms)
-        return Numbers(names, counts, norms, None, request.clip, factors, weighted, found.leaves)
-    if found.norms is not None:
-        leaf_norms = [on_host(leaf) for leaf in found.leaves] if request.per_parameter else None
-        return Numbers(names, counts, on_host(found.norms), leaf_norms)
+        return Numbers(names, counts, norms, None, request.clip, factors, of_factors, found.leaves)
+    if request.kind == NORMS:
+        return Numbers(names, counts, on_host(found.norms))
+    if request.kind == LEAF_NORMS:
+        return Numbers(names, counts, on_host(found.norms), list(map(on_host, found.leaves)))
     leaf_norms = [on_host(stable_norm(leaf)) for leaf in found.leaves]
     norms = np.linalg.norm(leaf_norms, axis=0)
     usable = np.isfinite(norms) & (norms > 0)
     inverse = np.where(usable, 1 / np.where(usable, norms, 1), 0)
 
     def of_grads(weights: Floats) -> Leaves:
-        given = jnp.asarray(weights, call.parameters.dtype)
-        return [weighted_sum(given, leaf) for leaf in found.leaves]
+        return [weighted_sum(jnp.asarray(weights, dtype), leaf) for leaf in found.leaves]
 
     return Numbers(names, counts, norms, leaf_norms, None, {"": inverse}, of_grads)
 
@@ -124,7 +163,7 @@ def reference_of(call: Call) -> Reference:
         parameters = replace(call.parameters, trained=trained)
         own = call._replace(parameters=parameters, rows=(arrays, call.rows[1]))
         rest = identity.without_gradient(own, start, *weights)
-        return rest, identity.lengths(rest)
+        return rest, list(map(jnp.linalg.norm, rest))
 
     def subtract(
         chunk: int, start: Leaves, weights: Floats, change: Change

@@ -6,11 +6,13 @@ For random s_k of both signs, 1/2 <= |s_k| <= 1, and the clip factors c_k of the
     sum_k s_k c_k g_k  (ours)   =   gradient of  sum_k s_k c_k loss_k  (plain autodiff)
 
 An error in any row, or in the way rows are added up, breaks it (Freivalds' argument). The factors
-stand on both sides, so norms are compared too, with those of the gradients of rows alone. In jax a
-loss gets one example and `vmap` keeps examples apart, so replacing the other rows shows nothing.
+stand on both sides, so norms are compared too, with those of the gradients of rows alone. And the
+other rows are replaced: the contribution of a drawn row is compared with that which it makes among
+copies of itself. `vmap` keeps examples apart, but a `custom_vmap` or a callback may mix them.
 
 One program of plain autodiff serves all comparisons: it subtracts the gradient of the weighted
-losses of some rows from what it is given. A row alone is a batch with one weight that is not 0.
+losses of some rows from what it is given. A row alone is a batch with one weight that is not 0,
+whose other rows are copies of it; many rows come in another order than that of the batch.
 
 Source: Freivalds 1977 (random identities).
 """
@@ -40,6 +42,7 @@ from dualdp_jax.rules.arrays import widen
 Floats = NDArray[np.float64]
 Array = jax.Array | NDArray[np.generic]
 Leaves = list[jax.Array]
+Places = NDArray[np.signedinteger]
 Change = Callable[[Array], Array]
 
 ADVICE = 'Use method="vmap" or "loop", which are plain autodiff, and report the model.'
@@ -86,11 +89,7 @@ def block_size(num_rows: int) -> int:
 
 
 def without_gradient(
-    call: Call,
-    start: Leaves,
-    index: jax.Array,
-    weights: jax.Array,
-    num_blocks: jax.Array,
+    call: Call, start: Leaves, index: jax.Array, weights: jax.Array, num_blocks: jax.Array
 ) -> Leaves:
     """Return `start` minus the gradient of the sum of weight times loss of the rows at `index`.
 
@@ -126,34 +125,24 @@ def without_gradient(
     return list(jax.lax.fori_loop(0, num_blocks, subtract, start))
 
 
-def lengths(leaves: Leaves) -> Leaves:
-    """Return the L2 norm of each leaf, inf if its square is beyond the dtype."""
-    return [jnp.sqrt(jnp.square(leaf).sum()) for leaf in leaves]
-
-
-def blocks_of(weights: Floats, num_shards: int = 1) -> tuple[NDArray[np.int32], Floats, np.int32]:
+def blocks_of(
+    weights: Floats, num_shards: int = 1
+) -> tuple[NDArray[np.signedinteger], Floats, np.int32]:
     """Return index, weights and blocks of `without_gradient`, for weights (n,) of a chunk.
 
     Rows of weight 0 are left out by position: their numbers, perhaps nan, are not read. Each shard
-    of the rows has positions of its own.
+    of the rows has positions of its own. The order is another one than that of our own sum.
     """
     parts = weights.reshape(num_shards, -1)
-    size = block_size(parts.shape[1])
-    length = -(-parts.shape[1] // size) * size
-    index, shares = np.zeros((num_shards, length), np.int32), np.zeros((num_shards, length))
-    most = 0
-    for shard, part in enumerate(parts):
-        at = np.flatnonzero(part)
-        if len(at):
-            index[shard] = at[0]
-            index[shard, : len(at)], shares[shard, : len(at)] = at, part[at]
-            most = max(most, -(-len(at) // size))
-    return index.ravel(), shares.ravel(), np.int32(most)
-
-
-def unchanged(leaf: Array) -> Array:
-    """Return an array as it is."""
-    return leaf
+    num_rows, size = parts.shape[1], block_size(parts.shape[1])
+    order = np.random.default_rng(0).permutation(num_rows)
+    index = np.stack([order[np.argsort(part[order] == 0, kind="stable")] for part in parts])
+    shares = np.take_along_axis(parts, index, 1)
+    index = np.where(shares != 0, index, index[:, :1])
+    padding = (0, 0), (0, -num_rows % size)
+    index, shares = np.pad(index, padding, "edge").astype(np.int32), np.pad(shares, padding)
+    most = int((shares != 0).sum(1).max())
+    return index.ravel(), shares.ravel(), np.int32(-(-most // size))
 
 
 def perturbed(leaf: Array, unit: float, rng: np.random.Generator) -> Array:
@@ -186,7 +175,7 @@ class Reference:
     precision: str
 
     def rest(
-        self, start: Leaves, weights: Floats, change: Change = unchanged
+        self, start: Leaves, weights: Floats, change: Change = lambda leaf: leaf
     ) -> tuple[Leaves, Floats]:
         """Return start minus the gradient of all weighted losses, and its norm by leaf."""
         parts = np.split(weights, np.cumsum(self.sizes)[:-1])
@@ -225,14 +214,24 @@ def check(
         return False
     rng = np.random.default_rng(seed)
     for k in _rows(numbers, rng, ROWS_OF_FIRST if is_first else ROWS):
-        _check_row(reference, numbers, k)
+        check_row(reference, numbers, k)
     if numbers.weighted_sum is not None and (is_first or not released):
-        _check_signs(reference, numbers, numbers.weighted_sum, rng)
+        smallest = np.min([*numbers.factors.values()], 0)
+        rows = rng.permutation(np.flatnonzero(numbers.counts & (smallest > 0)))
+        signs = rng.choice([-1.0, 1.0], len(smallest)) * rng.uniform(0.5, 1, len(smallest))
+        _check_signs(reference, numbers, numbers.weighted_sum, signs * smallest, rows)
+        if is_first and len(rows):  # the other rows are replaced, by copies of this one
+            alone = _only(smallest, rows[:1])
+            ours = numbers.weighted_sum(alone)
+            what = "an example with the other rows replaced"
+            _compare(reference, numbers, ours, alone, what)
     if numbers.sums is not None and (is_first or released):
         group = sorted(numbers.factors)[int(rng.integers(len(numbers.factors)))]
         weights = np.where(numbers.counts, numbers.factors[group], 0)
         of_group = [own == group for own in numbers.clip.groups] if numbers.clip else None
-        _compare(reference, numbers, numbers.sums, weights, "the sum", of_group)
+        _compare(
+            reference, numbers, numbers.sums, weights, "the sum of the clipped gradients", of_group
+        )
     return True
 
 
@@ -249,7 +248,7 @@ def _rows(numbers: Numbers, rng: np.random.Generator, most: int) -> list[int]:
     return [int(k) for k in dict.fromkeys(chosen)][:most]
 
 
-def _check_row(reference: Reference, numbers: Numbers, k: int) -> None:
+def check_row(reference: Reference, numbers: Numbers, k: int) -> None:
     """Compare the norm and the factors of a row with those of its gradient alone."""
     alone = np.zeros(len(numbers.norms))
     alone[k] = 1
@@ -293,29 +292,29 @@ def _unit(numbers: Numbers) -> float:
     return math.hypot(*(float(whole(bound)) for bound in numbers.clip.bounds.values()))
 
 
+def _only(weights: Floats, rows: Places) -> Floats:
+    """Weights (n,) of these rows, 0 for the others."""
+    found = np.zeros_like(weights)
+    found[rows] = weights[rows]
+    return found
+
+
 def _check_signs(
     reference: Reference,
     numbers: Numbers,
     weighted_sum: Callable[[Floats], Leaves],
-    rng: np.random.Generator,
+    weights: Floats,
+    rows: Places,
 ) -> None:
-    """Compare the sum of the gradients times random signs, with the smallest factor of each row."""
-    smallest = np.min([*numbers.factors.values()], 0)
-    rows = np.flatnonzero(numbers.counts & (smallest > 0))
+    """Compare the sum of the gradients of rows times weights of both signs."""
     is_low = reference.precision not in ("float64", "float32")
-    if is_low:
-        rows = rng.permutation(rows)[:FEW]
-    signs = np.zeros(len(smallest))
-    signs[rows] = rng.choice([-1.0, 1.0], len(rows)) * rng.uniform(0.5, 1, len(rows))
-    pending = [rows]
+    pending = [rows[:FEW] if is_low else rows]
     while pending:
         part = pending.pop()
-        weights = np.zeros(len(smallest))
-        weights[part] = signs[part] * smallest[part]
-        ours, what = weighted_sum(weights), "the sum with random signs"
-        is_excused = _compare(reference, numbers, ours, weights, what)
+        own = _only(weights, part)
+        ours, what = weighted_sum(own), "the sum with random signs of the clipped gradients"
         # Rounding that adds up over many rows may be as large as one wrong row, not over few.
-        if is_excused and is_low and len(part) > FEWEST:
+        if _compare(reference, numbers, ours, own, what) and is_low and len(part) > FEWEST:
             pending += np.array_split(part, 2)
 
 
@@ -336,10 +335,9 @@ def _compare(
     _, gaps = reference.rest(ours, weights)
     at = np.flatnonzero(weights)
     largest = float(np.max(np.abs(weights[at]) * numbers.norms[at], initial=0.0))
-    bounds = {} if numbers.clip is None else numbers.clip.bounds
-    if of_group is not None:
-        largest = min(largest, max(float(whole(bound)) for bound in bounds.values()))
-    largest = max(largest, 1e-6 * max((float(whole(b)) for b in bounds.values()), default=0.0))
+    if numbers.clip is not None:
+        bound = max(float(whole(bound)) for bound in numbers.clip.bounds.values())
+        largest = max(largest if of_group is None else min(largest, bound), 1e-6 * bound)
     tolerance, gap = TOLERANCE[reference.precision], float(np.linalg.norm(gaps[chosen]))
     if gap <= tolerance * largest:
         return False
@@ -349,7 +347,7 @@ def _compare(
     if gap * ROUNDING <= np.linalg.norm(reference.moved(weights)[chosen]):
         return True
     error = gap / max(largest, RESOLUTION)
-    raise _failure(f"{what} of the clipped gradients", error, numbers, gaps * chosen, {"gap": gap})
+    raise _failure(what, error, numbers, gaps * chosen, {"gap": gap})
 
 
 def _failure(

@@ -6,42 +6,46 @@ cells are merged (post-processing, so the result is dominated), masses are taken
 the window wraps in is taken off.
 """
 
-import dataclasses
 import math
 
 import numpy as np
 
 from dualdp import mechanisms
 from dualdp.accountants.base import as_gaussian, units
-from dualdp.accountants.pld_engine import certified, composition, pairs
-from dualdp.accountants.pld_engine.certified import Curve, Direction
-from dualdp.accountants.pld_engine.composition import Grid, Pmf, Sum, TiltError, Window
-from dualdp.accountants.pld_engine.pairs import Subsampled, Term, U
+from dualdp.accountants.pld_engine import composition, pairs
+from dualdp.accountants.pld_engine.composition import (
+    Curve,
+    Direction,
+    Grid,
+    Pmf,
+    Sum,
+    TiltError,
+    Window,
+)
+from dualdp.accountants.pld_engine.pairs import Subsampled, Term
 
 #: Mechanisms whose dominating pair no data set attains, so that it gives no lower bound.
 NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
 
 
-def lower_pmf(cells, counts):
+def lower_pmf(p_cells, q_cells, index, spacing, counts, infinite):
     """Return a dominated pmf by merging neighbouring cells; second order for a smooth density.
 
     The fraction alpha of a cell below the edge g and beta of the cell above it, merged, have
     likelihood ratio e^g exactly if alpha (e^g q_j - p_j) = beta (p_{j+1} - e^g q_{j+1}), and at
     least e^g if "<=" holds: alpha = s / (e^g deficit_j), beta = s / surplus_{j+1}, any s >= 0.
     """
-    g = cells.index * cells.spacing
-    p = np.maximum(cells.p.mass - cells.p.mass_error, 0.0)
-    deficit = (cells.q.excess + cells.q.excess_error) * np.exp(g[1:])
-    surplus = np.maximum(cells.p.excess - cells.p.excess_error, 0.0)
+    p = np.maximum(p_cells.mass - p_cells.mass_error, 0.0)
+    deficit = (q_cells.excess + q_cells.excess_error) * np.exp(index[1:] * spacing)
+    surplus = np.maximum(p_cells.excess - p_cells.excess_error, 0.0)
     alpha, beta = flux(deficit, surplus)
     used = np.zeros_like(p)
     used[:, :-1] += alpha
     used[:, 1:] += beta
-    mass = np.zeros((p.shape[0], g.size))
+    mass = np.zeros((p.shape[0], index.size))
     mass[:, 1:-1] = alpha * p[:, :-1] + beta * p[:, 1:]
     mass[:, :-1] += np.maximum(1 - used, 0.0) * p  # the rest goes down to its lower edge
-    infinite = cells.p.infinite * (1 - 1e-12)
-    return Pmf(mass * (1 - 1e-14), cells.index, infinite, cells.slack, counts)
+    return Pmf(mass * (1 - 1e-14), index, infinite * (1 - 1e-12), p_cells.slack, counts)
 
 
 def flux(deficit, surplus):
@@ -83,36 +87,46 @@ def lower_pmfs(terms, grid, tail):
         )
         for start in range(0, term.counts.size, 64):
             rows = np.arange(start, min(start + 64, term.counts.size))
-            table = term.pairs.cells(rows, grid.edges(*ends), grid.spacing)
-            yield lower_pmf(pairs.flip(table) if term.flipped else table, term.counts[rows])
+            index = grid.edges(*ends)
+            both = [term.pairs.cells(rows, index * grid.spacing, of_q) for of_q in (False, True)]
+            if term.flipped:
+                both, index = [cells.reversed() for cells in reversed(both)], -index[::-1]
+            infinite = np.full(rows.size, infinite_mass(term))
+            yield lower_pmf(*both, index, grid.spacing, term.counts[rows], infinite)
 
 
-def wrapped(composed):
+def infinite_mass(term):
+    """Return the mass at infinite losses, which atoms alone have."""
+    family, sign = term.pairs, -1 if term.flipped else 1
+    if not isinstance(family, pairs.Atoms):
+        return 0.0
+    return (family.q if term.flipped else family.p)[family.loss == sign * math.inf].sum()
+
+
+def wrapped(curve, start):
     """Return a bound on the delta that mass outside the window adds inside it."""
-    window, length = composed.window, composed.window.size * composed.spacing
+    window, total = curve.window, curve.total
+    length = window.size * window.spacing
     decay = (window.chernoff - window.tilt) * length
     if window.tilt <= 0 or decay <= 0:
         return math.inf
-    outside = composed.log_mgf_chernoff - window.chernoff * window.start * composed.spacing
+    outside = total.log_mgf_chernoff - window.chernoff * start * window.spacing
     left = math.exp(-window.tilt * length) / -math.expm1(-window.tilt * length)
-    right = math.exp(min(outside + composed.relative - decay, 700)) / -math.expm1(-decay)
+    right = math.exp(min(outside + curve.relative - decay, 700)) / -math.expm1(-decay)
     return left + right
 
 
 class LowerCurve(Curve):
     """Delta of a composed pmf with every error taken off it."""
 
-    def __init__(self, composed):
-        super().__init__(dataclasses.replace(composed, slack=-composed.slack))
-        window = composed.window
-        exponents = (window.tilt + 1) * window.size * composed.spacing
-        error = U * (2 * window.size + 8 * min(exponents, 750.0) + 64)
-        mass = np.maximum(composed.mass - composed.rounding, 0.0)
-        first, second = certified.tail_sums(composed, mass)
-        self.first, self.second = first * (1 - error), second * (1 + error)
-        self.scale -= 2 * composed.relative
-        self.is_resolved = bool(abs(self.scale) < 600)
-        self.constant = -math.expm1(composed.log_finite) * (1 - 1e-12) - wrapped(composed)
+    def __init__(self, total, start):
+        super().__init__(total, start)
+        mass = np.maximum(self.mass - self.rounding, 0.0)
+        first, second = composition.tail_sums(mass, self.window)
+        self.first, self.second = first * (1 - self.error), second * (1 + self.error)
+        self.scale -= 2 * self.relative
+        self.slack = -self.slack
+        self.constant = -math.expm1(total.log_finite) * (1 - 1e-12) - wrapped(self, start)
 
     def epsilon(self, delta):
         """Return an epsilon below which delta is larger for certain; -inf if none is known."""
@@ -126,11 +140,11 @@ class LowerCurve(Curve):
         return super().delta(epsilon) if self.is_resolved else 0.0
 
 
-def composed(terms, grid, tail, window):
+def lower_curve(terms, octave, tail, window, start=0):
     """Compose dominated pmfs in a window."""
-    total = Sum(window, grid.spacing)
-    total.add(lower_pmfs(terms, grid, tail))
-    return total.composed(window.start)
+    total = Sum(window)
+    total.add(lower_pmfs(terms, Grid(window.spacing, octave), tail))
+    return LowerCurve(total, start)
 
 
 def plan(guide, leak, start):
@@ -166,11 +180,11 @@ def lower_epsilon(terms, delta, upper, rtol=1e-2):
             tilt, length, chernoff = plan(guide, leak, start)
             fine = max(spacing, length / (1 << 20))
             size = 1 << max(6, math.ceil(math.log2(length / fine + 4)))
-            window = Window(float(tilt), math.floor(start / fine), size, float(chernoff))
-            made = composed(terms, Grid(fine, 128), direction.tail(leak), window)
+            window = Window(float(tilt), float(chernoff), fine, size)
+            made = lower_curve(terms, 128, direction.tail(leak), window, math.floor(start / fine))
         except TiltError:
             break
-        found = LowerCurve(made).epsilon(delta)
+        found = made.epsilon(delta)
         best = max(best, found)
         if upper - best <= max(rtol * upper, 1e-6) or fine > spacing:
             break

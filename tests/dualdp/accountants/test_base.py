@@ -11,18 +11,6 @@ from dualdp.accountants.solve import get_epsilon
 from tests.dualdp.accountants.test_pld import account
 
 
-def test_a_composition_is_its_parts():
-    parts = mechanisms.Composition(
-        ((mechanisms.Laplace(2.0), 2), (mechanisms.PoissonSubsampledGaussian(1.0, 0.1), 3))
-    )
-    one, other = accountants.create("pld"), accountants.create("pld")
-    one.compose(parts, 2)
-    other.compose(mechanisms.Laplace(2.0), 4)
-    other.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=6)
-    assert one == other
-    assert len(one) == 10
-
-
 def test_an_epoch_of_bins_has_one_noise():
     made = account((1.0, 0.1, 5), sampler="balls_in_bins")
     before = made.state_dict()
@@ -78,9 +66,9 @@ def test_state_travels_as_json_and_histories_merge():
     with pytest.raises(TypeError, match="Expected an accountant"):
         made.merge([])
     before = made.state_dict()
-    with pytest.raises(ValueError, match=r"Expected those of state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"Expected what state_dict\(\)"):
         made.load_state_dict({})
-    with pytest.raises(ValueError, match="unknown fields"):
+    with pytest.raises(ValueError, match="was written by another version"):
         made.load_state_dict(before | {"history": [[{"mechanism": "Laplace", "scale": 1.0}, 1]]})
     assert made.state_dict() == before
     assert "105 releases" in repr(account((1.0, 0.01, 100), (1.1, 0.02, 5)))
@@ -97,7 +85,7 @@ def test_a_stored_history_is_read_whole_or_refused():
         (7, "Expected pairs"),
         ([one[:1]], "Expected pairs"),
         ([["Gaussian", 1]], "is no event"),
-        ([[{"mechanism": "Gaussian"}, 1]], "lacks the fields"),
+        ([[{"mechanism": "Gaussian"}, 1]], "A stored Gaussian has the fields"),
         ([[one[0], -1]], "count=-1 is out of range"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -118,7 +106,7 @@ def test_another_accountant_can_be_registered():
     try:
         run = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 10, "delta": 1e-5}
         assert get_epsilon(**run, accountant="twice") == 2 * get_epsilon(**run)
-        with pytest.raises(ValueError, match="Pass overwrite=True"):
+        with pytest.raises(ValueError, match="name='twice' is taken"):
             accountants.register("twice", Twice)
         with pytest.raises(TypeError, match="lacks step, compose"):
             accountants.register("thrice", object)

@@ -8,7 +8,7 @@ import pytest
 from scipy.special import ndtr
 
 from dualdp import AccountingError, accountants, mechanisms
-from dualdp.accountants.solve import get_delta, get_epsilon
+from dualdp.accountants.solve import get_epsilon
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower
 
@@ -99,7 +99,9 @@ def test_truncation_costs_as_much_among_billions_of_examples():
     run = {"noise_multiplier": 1.0, "num_steps": 100, "sampler": "truncated_poisson"}
     for most in (1100, 1200):
         fewer, more = (
-            get_delta(**run, epsilon=1.0, num_examples=n, sample_rate=1000 / n, max_batch_size=most)
+            cases.get_delta(
+                **run, epsilon=1.0, num_examples=n, sample_rate=1000 / n, max_batch_size=most
+            )
             for n in (2 * 10**9, 10**10)
         )
         assert fewer == pytest.approx(more, rel=1e-3)

@@ -33,7 +33,7 @@ def test_p_values_of_the_gaussian_mechanism_are_rarely_small(mu):
     for _ in range(150):
         included = rng.random(300) < 0.5
         scores = mu * included + rng.normal(size=300)
-        p = p_value(guesses_at(scores, included, 200), gaussian_inverse(mu))
+        p = p_value(guesses_at(scores, included, 100), gaussian_inverse(mu))
         small += p < 0.05
     assert stats.binom.sf(small - 1, 150, 0.05) > 1e-4
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp.testing import Claims, check_private_step
+from dualdp.audit.checks import at_most, p_value
+from dualdp.testing import Check, Claims, Report, check_private_step
 from tests.numpy_step import FAULTS, NumpyStep
 
 SAMPLERS = ("poisson", "fixed_size", "balls_in_bins", "shuffle")
@@ -118,3 +119,24 @@ def test_nan_releases_fail():
 def test_bad_arguments_are_one_sentence(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_private_step(NumpyStep(), **arguments)
+
+
+def test_a_report_names_what_failed():
+    checks = [
+        p_value("noise", 1e-9, 1e-6, "too small"),
+        at_most("bound", 1.0, 1.0),
+        Check("run", None),
+    ]
+    report = Report(checks, 1e-6)
+    assert (report.passed, report.failures) == (False, ("noise",))
+    first, noise, bound, run = str(report).splitlines()[:4]
+    assert first == "1 checks FAILED"
+    assert noise.split() == ["FAIL", "noise", "p=1e-09", "limit", "1e-06", "too", "small"]
+    assert bound.split() == ["pass", "bound", "value=1", "limit", "1"]
+    assert run.split() == ["not", "run", "run"]
+    assert Report(checks[1:], 1e-6).passed
+
+
+def test_a_number_that_is_none_fails():
+    assert not at_most("bound", float("nan"), 1.0).passed
+    assert not p_value("noise", float("nan"), 1e-6).passed

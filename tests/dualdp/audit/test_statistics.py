@@ -11,7 +11,8 @@ def test_the_statistics_know_their_distributions():
     z = rng.normal(size=(20, 500))
     for p in (statistics.chi_square, statistics.normality, statistics.repetition):
         assert p(z) > 1e-3
-        assert p(np.full((20, 500), np.nan)) in (0.0, 1.0)
+    for wrong in (np.full((20, 500), np.nan), z + np.inf, np.where(z > 3, np.nan, z)):
+        assert not statistics.smallest([0.5, statistics.chi_square(wrong), 0.7]) >= 1e-6
     assert statistics.chi_square(z * 1.1) < 1e-6
     assert statistics.normality(z + 0.1) < 1e-6
     assert statistics.repetition(np.repeat(z[:10], 2, axis=0)) < 1e-6

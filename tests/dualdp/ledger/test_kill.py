@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import gammaln, logsumexp
 
 import dualdp
 from dualdp import checkpoint
@@ -87,6 +88,23 @@ def kill(folder: Path, most: int, seconds: float) -> None:
     assert wait(child) == -signal.SIGKILL
 
 
+def renyi_epsilon(releases, delta):
+    """Epsilon of (step, noise, rate) lines by integer orders alone, with nothing of dualdp.
+
+    Mironov et al. 2019, equation 8 of the binomial sum; Canonne et al. 2020, proposition 12.
+    """
+    bounds = []
+    for order in range(2, 65):
+        k = np.arange(order + 1)
+        chosen = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        spent = 0.0
+        for (noise, q), count in Counter((noise, rate) for _, noise, rate in releases).items():
+            terms = chosen + k * np.log(q) + (order - k) * np.log1p(-q)
+            spent += count * logsumexp(terms + k * (k - 1) / (2 * noise**2)) / (order - 1)
+        bounds.append(spent + np.log1p(-1 / order) - np.log(delta * order) / (order - 1))
+    return min(bounds)
+
+
 @pytest.mark.slow
 def test_no_kill_loses_a_release(tmp_path):
     """What is on record covers what was released, step by step, after each of 50 kills."""
@@ -111,3 +129,6 @@ def test_no_kill_loses_a_release(tmp_path):
         assert found.passed, found.findings
         assert found.is_whole
         assert len(found.releases) >= len(released(folder)) >= PLAN["num_steps"]
+        expected = renyi_epsilon(found.releases, found.plan.delta)
+        assert 0.98 * expected < found.epsilons["rdp"] < 1.0001 * expected
+        assert 0.6 * expected < found.epsilons["pld"] < expected

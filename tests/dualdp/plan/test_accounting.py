@@ -58,11 +58,10 @@ def matrix(column, steps):
 def test_no_pattern_costs_more(family, steps):
     """A segment against plain loops over the units of a batch."""
     plan = make(correlation=FAMILIES[family])
-    strategy = correlated.identity() if plan.correlation is None else plan.correlation
-    (((event, count),),) = accounting.pattern(plan.cost(), steps)
+    (((event, count),),) = accounting.pattern(plan, steps)
     total = plan.sensitivity / event.noise_multiplier
     assert (type(event), count) == (mechanisms.Gaussian, 1)
-    bound = worst(strategy.strategy(18), steps, 6)
+    bound = worst(plan.strategy.strategy(18), steps, 6)
     if family == "signed":  # the bound of the whole run may be the smaller one
         assert total <= bound * (1 + 1e-9)
     else:
@@ -84,16 +83,15 @@ RESUMED = [
 def test_segments_against_brute_force(family, spans):
     """Sum of squared sensitivities: in each segment its own batch of a unit, and its own signs."""
     plan = make(correlation=FAMILIES[family])
-    strategy = correlated.identity() if plan.correlation is None else plan.correlation
     total = 0.0
     for start, stop in spans:
-        c, largest = matrix(strategy.strategy(stop - start), stop - start), 0.0
+        c, largest = matrix(plan.strategy.strategy(stop - start), stop - start), 0.0
         for first in range(6):
             joined = range(first, stop - start, 6)
             for signs in itertools.product((-1, 1), repeat=len(joined)):
                 largest = max(largest, np.linalg.norm(c[:, joined] @ np.array(signs)) ** 2)
         total += largest
-    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    spent = accounting.spent_by(plan, [Segment(*span) for span in spans])
     epsilon = spent.get_epsilon(delta=plan.delta)
     truth = gaussian_epsilon(2.0 * plan.sensitivity / math.sqrt(total))
     assert epsilon >= truth * (1 - 1e-9)
@@ -118,7 +116,7 @@ def test_a_resumed_run_is_the_joint_gaussian_of_its_segments():
     for batches in itertools.product(range(6), repeat=2):
         joined = np.array([float(t % 6 == batches[number]) for number, t in rows])
         largest = max(largest, joined @ precision @ joined)
-    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    spent = accounting.spent_by(plan, [Segment(*span) for span in spans])
     expected = gaussian_epsilon(2.0 * plan.sensitivity / math.sqrt(largest))
     assert spent.get_epsilon(delta=plan.delta) == pytest.approx(expected, rel=1e-9)
 
@@ -138,7 +136,7 @@ def test_participations_before_and_after_a_restart(sampler, spans):
             for step in range(*span):
                 joined[drawn_indices(plan, bits, step)] += 1
         most = max(most, joined.max())
-    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    spent = accounting.spent_by(plan, [Segment(*span) for span in spans])
     sensitivity = plan.sensitivity if sampler == "fixed_order" else 1.0
     expected = gaussian_epsilon(2.0 * sensitivity / math.sqrt(most))
     assert spent.get_epsilon(delta=plan.delta) == pytest.approx(expected, rel=1e-9)
@@ -151,13 +149,12 @@ def test_releases_of_fresh_draws_are_composed(sampler):
     changes |= {"max_batch_size": 12} if sampler == "truncated_poisson" else {}
     changes |= {"neighboring_relation": "replace"} if sampler == "fixed_size" else {}
     plan = make(**changes)
-    cost = plan.cost()
     segments = [Segment(0, 7), Segment(4, 5), Segment(5, 18, noise_scale=1.5)]
     spent = accountants.create("pld", neighboring_relation=plan.neighboring_relation)
     for segment in segments:
         for step in range(segment.start, segment.stop):
-            spent.step(**accounting.release(cost, step, segment.noise_scale))
-    found = accounting.spent_by(cost, segments)
+            spent.step(**accounting.release(plan, step, segment.noise_scale))
+    found = accounting.spent_by(plan, segments)
     assert len(found) == len(spent) == 21
     assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
 
@@ -169,9 +166,9 @@ def test_an_assignment_begun_in_its_middle_is_one_more(epochs):
     spent = accountants.create("pld")
     event = mechanisms.BallsInBinsGaussian(2.0, 6, epochs)
     spent.compose(event, event.releases * {1: 4, 2: 2}[epochs])
-    found = accounting.spent_by(plan.cost(), [Segment(4, 21)])
+    found = accounting.spent_by(plan, [Segment(4, 21)])
     assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
-    twice = accounting.spent_by(plan.cost(), [Segment(0, 4), Segment(4, 24)])
+    twice = accounting.spent_by(plan, [Segment(0, 4), Segment(4, 24)])
     assert twice.get_epsilon(delta=1e-5) > plan.epsilon()
 
 
@@ -190,7 +187,7 @@ def test_bins_of_two_segments_are_not_below_monte_carlo():
                 ratio = sum(np.exp(x[t] - 0.5) for t in steps) + 3 - len(steps)
                 loss += np.log(ratio / 3)
         losses.append(loss if is_member else -loss)
-    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    spent = accounting.spent_by(plan, [Segment(*span) for span in spans])
     epsilon = spent.get_epsilon(delta=plan.delta)
     for loss in losses:
         assert np.maximum(-np.expm1(epsilon - loss), 0).mean() < plan.delta
@@ -215,14 +212,14 @@ def test_bins_of_two_segments_are_not_below_monte_carlo():
 def test_noise_is_recalibrated_for_what_is_left(changes):
     plan = make(**changes)
     plan = make(**changes, target_epsilon=1.02 * plan.epsilon())
-    cost, target = plan.cost(), plan.target_epsilon
-    assert accounting.recalibrated(cost, [Segment(0, 6)], 6) == 1.0 or plan.sampler != "poisson"
+    target = plan.target_epsilon
+    assert accounting.recalibrated(plan, [Segment(0, 6)], 6) == 1.0 or plan.sampler != "poisson"
     segments = [Segment(0, 9), Segment(6, 12)]
-    scale = accounting.recalibrated(cost, segments, 9)
+    scale = accounting.recalibrated(plan, segments, 9)
     assert scale > 1
-    whole = accounting.spent_by(cost, [*segments, Segment(9, 18, scale)])
+    whole = accounting.spent_by(plan, [*segments, Segment(9, 18, scale)])
     assert 0.99 * target < whole.get_epsilon(delta=plan.delta) <= target
-    assert accounting.recalibrated(cost, segments, 18) == 1.0
+    assert accounting.recalibrated(plan, segments, 18) == 1.0
 
 
 def test_what_can_not_be_recalibrated_is_refused():
@@ -231,14 +228,14 @@ def test_what_can_not_be_recalibrated_is_refused():
         max_grad_norm=dualdp.schedules.AdaptiveNorm(1.0, count_noise_multiplier=0.5),
     )
     with pytest.raises(ValueError, match="count of the adaptive max_grad_norm .* alone spends"):
-        accounting.recalibrated(adaptive.cost(), [Segment(0, 9)], 3)
-    spent = make(sampler="poisson", target_epsilon=0.1).cost()
+        accounting.recalibrated(adaptive, [Segment(0, 9)], 3)
+    spent = make(sampler="poisson", target_epsilon=0.1)
     with pytest.raises(
         dualdp.AccountingError, match="on record have spent epsilon=.*larger target"
     ):
         accounting.recalibrated(spent, [Segment(0, 9)], 9)
-    with pytest.raises(ValueError, match="num_steps is None, so it is not known how many steps"):
-        accounting.recalibrated(make(sampler="poisson", num_steps=None).cost(), [], 0)
+    with pytest.raises(TypeError, match="num_steps=None. Expected an integer"):
+        accounting.recalibrated(make(sampler="poisson", num_steps=None), [], 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,7 +271,7 @@ def test_epsilon_of_bands_elsewhere(noise, steps, classes, rate, epsilon):
 def test_rounds_of_cyclic_poisson_count_what_holds_their_draw(stop):
     """Each class by itself, by plain loops: no class has a round with less noise than reported."""
     plan = make(**CYCLIC, correlation=BAND)
-    (rounds,) = accounting.pattern(plan.cost(), stop)
+    (rounds,) = accounting.pattern(plan, stop)
     found = sorted(event.noise_multiplier for event, count in rounds for _ in range(count))
     column, worst_of_round = (1.0, 0.5, 0.25), []
     for start in range(0, stop, 3):
@@ -300,13 +297,13 @@ def test_plans_calibrate_and_come_back():
 def test_no_steps_cost_nothing(changes):
     plan = make(**changes, num_steps=0)
     assert plan.epsilon() == 0
-    assert accounting.spent_by(make(**changes).cost(), [Segment(4, 4)]).history == ()
+    assert accounting.spent_by(make(**changes), [Segment(4, 4)]).history == ()
 
 
 @pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "balls_in_bins", "correlation": BISR}])
 def test_a_segment_longer_than_its_plan_is_refused(changes):
     with pytest.raises(dualdp.AccountingError, match="segment of 19 steps .* num_steps=18. Expect"):
-        accounting.spent_by(make(**changes).cost(), [Segment(0, 19)])
+        accounting.spent_by(make(**changes), [Segment(0, 19)])
 
 
 def test_noise_stddev_counts_the_weights_so_far():

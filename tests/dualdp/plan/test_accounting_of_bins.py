@@ -89,7 +89,7 @@ def test_no_bound_is_below_monte_carlo(name):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_independent_noise_is_balls_in_bins(epochs):
     plan = make(num_steps=6 * epochs, correlation=FAMILIES["identity"])
-    _, ((event, count),) = accounting.pattern(plan.cost(), 6 * epochs)
+    _, ((event, count),) = accounting.pattern(plan, 6 * epochs)
     assert (event.num_bins, count) == (6, 6)
     assert event.noise_multiplier == pytest.approx(epochs**-0.5, rel=1e-11)
     spent = accountants.create("pld")
@@ -106,7 +106,7 @@ def test_every_inner_product_of_two_bins_is_covered(family, gap):
     for stop in (1, 4, gap, gap + 1, 15):
         mode = modes(column, min(stop, 15), gap)
         gram, bins = mode @ mode.T, range(len(mode))
-        known, *hidden = accounting.pattern(plan.cost(), min(stop, 15))
+        known, *hidden = accounting.pattern(plan, min(stop, 15))
         assert [type(event) for event, _ in known] == [mechanisms.Gaussian]
         checked += len(hidden)
         for releases in hidden:

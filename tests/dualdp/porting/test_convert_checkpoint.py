@@ -179,7 +179,7 @@ def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
         (lambda: jax_state(optax.sgd(0.1, momentum=0.9)), r"Adam keeps \['mu', 'nu'\] .* \['trace"),
         (
             lambda: jax_state(trainable={"params": {"body": False, "head": True}}),
-            r"trains \['params/body/bias', 'params/body/kernel'\] .*, which optax's state lacks",
+            r"trains \['params/body/bias', 'params/body/kernel'\]",
         ),
     ],
 )
@@ -199,7 +199,9 @@ def test_what_does_not_fit_torch_is_refused(tmp_path):
         assert torch.equal(value, before[name])
     model, optimizer = torch_parts()
     model.body.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"and not \['params/body/bias'\], which it has"):
+    with pytest.raises(
+        ValueError, match=r"Only one of the two optimizers trains \['params/body/bias'\]"
+    ):
         dpt.load_checkpoint(path, model=model, optimizer=optimizer)
 
 

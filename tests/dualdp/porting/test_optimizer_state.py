@@ -158,7 +158,7 @@ def crossing(case, optimizer):
         (
             "momentum",
             optax.chain(optax.trace(0.9), optax.trace(0.9)),
-            r"has \['trace', 'trace'\], one of them twice",
+            r"has \['trace', 'trace'\]",
         ),
         (
             "momentum",

@@ -14,7 +14,7 @@ import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, port
 from dualdp.porting import parameter_map
-from dualdp.porting.matching import match
+from dualdp.porting.matching import Matcher
 from tests.dualdp.porting.test_convert_checkpoint import Torch, jax_state
 
 
@@ -77,7 +77,7 @@ def test_frozen_leaves_draw_no_noise():
     """JAX numbers its keys over the trained leaves; so does the pairing."""
     shapes, kinds = {"a": (2,), "b": (2,)}, {"a": "raw", "b": "raw"}
     leaves = [(("a",), (2,)), (("b",), (2,))]
-    first, second = match(shapes, kinds, leaves, frozen=frozenset({"a"}))
+    first, second = Matcher(shapes, kinds, leaves, frozen=frozenset({"a"})).parameter_maps()
     assert [s.noise_index for s in second.slices] == [0]
     assert second.jax_index == 1
     assert first.slices[0].noise_index == -1

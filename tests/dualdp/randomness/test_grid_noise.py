@@ -44,7 +44,7 @@ def test_the_tail_reaches_as_far_as_said():
     """The extreme words: the largest radius, no radius, half a turn; all finite."""
     words = np.array([0, 0, 2**64 - 1, 0, 2**63, 5], np.uint64)
     out = np.empty(6)
-    grid_noise._box_muller(words, out)
+    grid_noise.box_muller(words, out)
     longest = np.sqrt(2 * 64 * np.log(2))
     assert longest > 9.4
     assert 2 * stats.norm.sf(longest) < 5e-21
@@ -70,7 +70,7 @@ def test_secure_normals_are_independent():
     """Over lags, the two numbers of one pair (half a block apart) and blocks; squares too."""
     draws = grid_noise.normals(KEY, 1 << 20)
     limit = 5 / np.sqrt(draws.size)
-    for lag in (1, 2, 16, grid_noise._BLOCK // 2, grid_noise._BLOCK):
+    for lag in (1, 2, 16, grid_noise.BLOCK // 2, grid_noise.BLOCK):
         for x in (draws, draws**2 - 1):
             assert abs(np.corrcoef(x[:-lag], x[lag:])[0, 1]) < limit
     twin = draws.copy()
@@ -80,7 +80,7 @@ def test_secure_normals_are_independent():
 
 def test_normals_do_not_depend_on_threads():
     """Nor on how many are drawn after them."""
-    size = 3 * grid_noise._BLOCK + 101
+    size = 3 * grid_noise.BLOCK + 101
     one = grid_noise.normals(KEY, size, threads=1)
     for threads in (2, 3, 7, None):
         np.testing.assert_array_equal(grid_noise.normals(KEY, size, threads=threads), one)
@@ -153,10 +153,10 @@ def test_secure_parts_are_those_of_the_whole():
     whole = grid_noise.grid_noise(KEY, **sizes)
     np.testing.assert_array_equal(whole, np.rint(grid_noise.normals(KEY, size) * 1e6))
     for start, stop in [(0, size), (0, 10), (40_000, 40_000), (32_760, 32_780), (99_990, size)]:
-        part = grid_noise.grid_noise_between(KEY, start, stop, **sizes)
+        part = grid_noise.grid_noise(KEY, start=start, stop=stop, **sizes)
         np.testing.assert_array_equal(part, whole[start:stop])
     with pytest.raises(ValueError, match="too wide for noise='secure'"):
-        grid_noise.grid_noise_between(KEY, 0, 1, cells=1e16, size=size)
+        grid_noise.grid_noise(KEY, cells=1e16, size=size)
 
 
 def test_secure_sums_lie_on_the_grid():

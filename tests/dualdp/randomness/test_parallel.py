@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work in fixed blocks: parts of long rows of normals, drawn alone."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -38,22 +40,20 @@ def test_portable_parts_are_those_of_the_whole(dtype):
 
 def test_a_block_whose_thread_died_is_filled_by_the_caller():
     """Noise that was not drawn must never be released as zero."""
-    import threading
-
-    filled, caller = [], threading.current_thread()
+    filled, caller, died = [], threading.current_thread(), threading.Event()
 
     def fill(index):
         if threading.current_thread() is not caller:
+            died.set()
             raise MemoryError
+        assert died.wait(60)
         filled.append(index)
 
-    work = parallel.Blocks(fill, 5)
-    work.begin(2)
-    work.finish(3)
+    parallel.fill_blocks(fill, 5, 3)
     assert sorted(filled) == [0, 1, 2, 3, 4]
 
     def broken(index):
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        parallel.Blocks(broken, 3).finish(2)
+        parallel.fill_blocks(broken, 3, 2)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods: which losses each takes, and what auto chooses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,27 @@ def test_two_passes_in_low_precision_are_refused(low_params):
     params, x = low_precision(low_params)
     with pytest.raises(ValueError, match="method='two_pass' would sum gradients in bfloat16"):
         dpj.clipped_grad_sum(mixed, params, x, max_grad_norm=0.5, method="two_pass")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", first(1, ["auto", "book_keeping", "materialize"]))
+@pytest.mark.parametrize("low_params", [False, True])
+def test_low_precision_products_are_summed_in_float32(method, low_params):
+    params, x = low_precision(low_params)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def clipped(x, method):
+        return dpj.clipped_grad_sum(mixed, params, x, max_grad_norm=0.5, method=method)
+
+    exact, found = clipped(x, "vmap"), clipped(x, method)
+    np.testing.assert_allclose(found.norms, exact.norms, rtol=0.02)
+    for name in params:
+        assert found.grads[name].dtype == jnp.float32
+        error = jnp.linalg.norm(found.grads[name] - exact.grads[name])
+        assert error < 0.02 * jnp.linalg.norm(exact.grads[name])
+    alone = clipped(x[:1], method).grads.values()
+    squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in alone]
+    assert np.sqrt(sum(squares)) <= 0.5 * (1 + 1e-4)
 
 
 def test_two_passes_are_refused_where_a_loss_rounds_its_numbers():

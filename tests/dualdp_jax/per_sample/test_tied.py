@@ -68,7 +68,7 @@ def test_uses_that_cancel_are_formed_one_example_at_a_time(monkeypatch):
     assert {u["form"] for u in dpj.explain(loss, {"w": w}, x)["uses"]} == {"pairs"}
     truth = norms("loop")
     np.testing.assert_allclose(norms("book_keeping"), truth, rtol=1e-3)
-    monkeypatch.setattr(norms_module, "_fine", lambda estimates, accuracy, mask: {})
+    monkeypatch.setattr(norms_module, "within_error", lambda estimates, accuracy, mask: {})
     assert np.nanmax(np.abs(norms("book_keeping") / truth - 1)) > 1e-2  # or a root of less than 0
 
 

@@ -10,103 +10,13 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp.exactness import ExactnessError
-from dualdp_jax.per_sample.methods import METHODS
 from dualdp_jax.rules import RULES
-from tests import reference
 from tests.backends import _jax as backend
 from tests.cases import layers
-from tests.closeness import assert_grads_close, assert_sum_close, factors_of, whole_norms
-from tests.dualdp_jax.two_layers import (
-    assert_trees_close,
-    loss_fn,
-    norms_of,
-    per_sample,
-)
+from tests.closeness import factors_of
+from tests.dualdp_jax.two_layers import assert_trees_close, loss_fn, norms_of, per_sample
 
-WAYS = ("auto", *METHODS)
-UNITS = 3
 BY_NAME = {case.name: case for case in layers.ALL}
-#: A thin diagonal of the grid: (case, method, rows per unit, weighted).
-DIAGONAL = (
-    ("mlp", "auto", 5, False),
-    ("mlp", "book_keeping", 5, True),
-    ("linear_3d", "book_keeping", 16, False),
-    ("conv2d", "materialize", 2, True),
-    ("cnn", "auto", 2, True),
-    ("token_net", "two_pass", 5, False),
-    ("tied", "book_keeping", 2, True),
-    ("raw", "vmap", 5, True),
-    ("reuse_ranks", "loop", 1, True),
-)
-
-
-def ragged(size, seed=0):
-    """(UNITS * size,) weights of both signs; from two rows on, some are padding."""
-    rng = np.random.default_rng([size, seed])
-    weights = rng.normal(size=UNITS * size) + 0.2
-    if size > 1:
-        weights[[1, -1]] = 0
-        weights[0] = 0 if size > 2 else weights[0]
-    return weights
-
-
-def check_grid(name, method, size, weighted):
-    """The three calls against float64 gradients of single rows, summed in NumPy."""
-    case = BY_NAME[name].but(n=UNITS * size, dtype="float64")
-    weights = ragged(size) if weighted else np.full(UNITS * size, 1 / size)
-    cut = lambda x: x.reshape(UNITS, size, *x.shape[1:])  # noqa: E731
-    mix = lambda rows: np.einsum("uk,uk...->u...", cut(weights), cut(rows))  # noqa: E731
-    truth = {key: mix(rows) for key, rows in reference.per_sample_grads(case).items()}
-    norms = whole_norms(truth)
-    bound = float(np.median(norms))
-    with backend.precision(case):
-        model = backend.build(case)
-        x = np.asarray(model.x)
-        if weighted and x.dtype.kind == "f":
-            x = np.where(weights.reshape(-1, *(1,) * (x.ndim - 1)) == 0, np.nan, x)
-        options = {"rows_per_unit": size, "method": method, "check": "off"}
-        options |= {"trainable": model.trainable, "physical_batch_size": 2}
-        options |= {"row_weights": weights} if weighted else {}
-
-        @jax.jit
-        def compute(params, x):
-            return (
-                dpj.per_sample_grads(model.loss_fn, params, x, **options),
-                dpj.per_sample_norms(model.loss_fn, params, x, **options),
-                dpj.clipped_grad_sum(model.loss_fn, params, x, max_grad_norm=bound, **options),
-            )
-
-        grads, found, result = compute(model.params, x)
-    numpy = lambda tree: {k: np.asarray(v) for k, v in tree.items() if v is not None}  # noqa: E731
-    assert_grads_close(numpy(grads), truth, "float64")
-    np.testing.assert_allclose(found, norms, rtol=1e-10)
-    np.testing.assert_allclose(result.norms, norms, rtol=1e-10)
-    np.testing.assert_allclose(result.losses, mix(reference.losses(case)), rtol=1e-10)
-    factors = factors_of(norms, bound, "float64")
-    sums = {key: np.einsum("u,u...->...", factors, rows) for key, rows in truth.items()}
-    assert_sum_close(numpy(result.grads), sums, truth, "float64")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "method", "size", "weighted"), DIAGONAL)
-def test_units_match_plain_gradients_of_their_rows(name, method, size, weighted):
-    check_grid(name, method, size, weighted)
-
-
-GRID = [
-    (case.name, WAYS[turn % len(WAYS)], (1, 2, 5, 16)[turn % 4], turn % 3 > 0)
-    for turn, case in enumerate(case for case in layers.ALL if case.n and case.dtype != "float64")
-]
-GRID += [
-    (name, method, (2, 5, 16)[turn % 3], turn % 2 == 0)
-    for turn, (name, method) in enumerate(itertools.product(("mlp", "cnn", "tied"), WAYS))
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "method", "size", "weighted"), GRID)
-def test_every_layer_in_units(name, method, size, weighted):
-    check_grid(name, method, size, weighted)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dualdp_jax as dpj
-from dualdp_jax.per_sample import norms, tied
+from dualdp_jax.per_sample import gradients, tied
 from dualdp_jax.rules import conv, dot_general, gather
 from dualdp_jax.rules.base import forced
 
@@ -184,16 +184,16 @@ FAULTS = {
     "lengths of a product": (dot_general, "of_lengths", smaller, (ONE,), "lengths"),
     "formed gradients": (dot_general, "outer", lambda g: 0.9 * g, (ONE, DOT), "gradients"),
     "sum of a product": (dot_general, "weighted_outer", lambda g: 1.01 * g, (ONE, DOT), "gram"),
-    "gram of a convolution": (conv, "_gram", smaller, (CONV,), "gram"),
-    "formed norms": (conv, "_formed", smaller, (CONV,), ""),
-    "patches of a convolution": (conv, "_patches", lambda x: 0.9 * x, (CONV,), "patches"),
-    "offsets of a convolution": (conv, "_offset_grads", shifted, (CONV,), "offsets"),
+    "gram of a convolution": (conv, "gram_norms", smaller, (CONV,), "gram"),
+    "formed norms": (conv, "formed_norms", smaller, (CONV,), ""),
+    "patches of a convolution": (conv, "patches_of", lambda x: 0.9 * x, (CONV,), "patches"),
+    "offsets of a convolution": (conv, "offset_grads", shifted, (CONV,), "offsets"),
     "sum of a convolution": (conv, "scaled", lambda x: 1.01 * x, (CONV,), ""),
-    "table of a lookup": (gather, "_sq_norms_by_table", smaller, (ROWS,), "table"),
-    "sort of a lookup": (gather, "_sq_norms_by_sort", smaller, (ROWS,), "sort"),
+    "table of a lookup": (gather, "sq_norms_by_table", smaller, (ROWS,), "table"),
+    "sort of a lookup": (gather, "sq_norms_by_sort", smaller, (ROWS,), "sort"),
     "sum of a lookup": (gather, "scaled", lambda x: 1.01 * x, (ROWS,), ""),
-    "pairs of a tied matrix": (tied, "_pairs", lambda x: 0.8 * x, (TIED,), "pairs"),
-    "sum of a kept gradient": (norms, "weighted_sum", lambda x: 1.01 * x, (TIED,), "formed"),
+    "pairs of a tied matrix": (tied, "pairs", lambda x: 0.8 * x, (TIED,), "pairs"),
+    "sum of a kept gradient": (gradients, "weighted_sum", lambda x: 1.01 * x, (TIED,), "formed"),
 }
 AT_LEAST = 5
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dualdp_jax as dpj
 from tests.dualdp_jax.definition import RNG, assert_right, draw
 from tests.pairwise import pairwise
 
@@ -66,15 +65,3 @@ def test_indices_beyond_the_largest_signed_number_are_clipped():
     loss = lambda p, i: jnp.sum(jnp.take(p["t"], i, axis=0, mode="clip") ** 2)  # noqa: E731
     for method in ("book_keeping", "materialize"):
         assert_right(loss, params, batch, 0.01, method)
-
-
-def test_a_table_that_cannot_be_counted_is_refused():
-    rows = 2**31 - 1
-    with pytest.raises(ValueError, match="has more rows than int32 counts. Use method='vmap'"):
-        jax.eval_shape(
-            lambda p, i: dpj.per_sample_norms(
-                lambda p, i: jnp.sum(p[i] ** 2), p, i, method="book_keeping", check="off"
-            ),
-            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
-            jax.ShapeDtypeStruct((4, 3), jnp.int32),
-        )

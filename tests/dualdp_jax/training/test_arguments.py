@@ -133,8 +133,8 @@ def test_a_list_is_the_arguments_of_a_loss_that_takes_them():
     for count, loss in losses.items():
         given = {"loss_fn": loss, "data": [X, Y], "needs_key": count == 3, "plan": make_plan()}
         (chunk, *_) = next(iter(private(**given)[3])).chunks
-        assert len(chunk.args) == (1 if count == 1 else 2)
-        for rows, whole in zip(jax.tree.leaves(chunk.args), (X, Y), strict=True):
+        assert len(chunk.batch) == (1 if count == 1 else 2)
+        for rows, whole in zip(jax.tree.leaves(chunk.batch), (X, Y), strict=True):
             np.testing.assert_array_equal(rows, whole[chunk.indices])
     with pytest.raises(TypeError, match=r"loss_fn takes \(p, x, y, z\), but is called with"):
         private(loss_fn=lambda p, x, y, z: 0.0, data=[X, Y], plan=make_plan())

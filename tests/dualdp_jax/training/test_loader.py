@@ -33,8 +33,8 @@ def test_loader_cuts_no_draw(sampler):
         indices = np.concatenate([c.indices[c.mask] for c in batch.chunks])
         np.testing.assert_array_equal(indices, plan.batch_indices(t))
         for chunk in batch.chunks:
-            assert [arg.shape[0] for arg in chunk.args] == [4, 4]
-            np.testing.assert_array_equal(chunk.args[0], X[chunk.indices])
+            assert [arg.shape[0] for arg in chunk.batch] == [4, 4]
+            np.testing.assert_array_equal(chunk.batch[0], X[chunk.indices])
         sizes.add(len(indices))
     if "oisson" in sampler:
         assert {0, 1} <= sizes

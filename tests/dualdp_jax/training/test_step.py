@@ -174,7 +174,7 @@ def test_aux_comes_back_per_chunk():
     batch = next(iter(loader))
     _, metrics = step(state, batch)
     for aux, chunk in zip(metrics["unprotected_aux"], batch.chunks, strict=True):
-        np.testing.assert_array_equal(aux[chunk.mask], chunk.args[1][chunk.mask])
+        np.testing.assert_array_equal(aux[chunk.mask], chunk.batch[1][chunk.mask])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.ledger.verify import verify
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_jax.per_sample import clip, methods, norms, squared_norms, tied
+from dualdp_jax.per_sample import clip, gradients, methods, squared_norms, tied
 from dualdp_jax.rules import RULES, arrays, gather
 from dualdp_jax.training import step
 
@@ -146,24 +146,23 @@ def weighted_sums_of(rows):
         right = arrays.weighted_sum
         wrong = lambda factors, grads: right(rows(factors), grads)  # noqa: E731
         patch.setattr(arrays, "weighted_sum", wrong)
-        patch.setattr(methods, "weighted_sum", wrong)
-        patch.setattr(norms, "weighted_sum", wrong)
+        patch.setattr(gradients, "weighted_sum", wrong)
 
     return plant
 
 
 def without_cross_terms(patch):
     patch.setattr(
-        tied, "_pairs", lambda a, b, right=tied._pairs: right(a, b) if a is b else 0 * right(a, b)
+        tied, "pairs", lambda a, b, right=tied.pairs: right(a, b) if a is b else 0 * right(a, b)
     )
 
 
 def second_pass_with(change):
     def plant(patch):
-        right = norms._second_pass
+        right = gradients.reweighted
         patch.setattr(
-            norms,
-            "_second_pass",
+            gradients,
+            "reweighted",
             lambda call, rows, factor, *rest: right(call, rows, change(factor), *rest),
         )
 
@@ -206,7 +205,7 @@ FAULTS = {
         mlp, "book_keeping", of_rule("dot_general", "weighted_sum", lambda x: 1.003 * x)
     ),
     "gram form without its error": Fault(
-        cancelling, "book_keeping", wrap(squared_norms, "_fine", lambda found: {})
+        cancelling, "book_keeping", wrap(squared_norms, "within_error", lambda found: {})
     ),
     "gram form, one row in eight": Fault(
         sequence,
@@ -216,7 +215,7 @@ FAULTS = {
     "indices in their own dtype": Fault(
         file_bytes,
         "book_keeping",
-        wrap(gather, "_rows", lambda found: (found[0].astype(jnp.uint8), *found[1:])),
+        wrap(gather, "looked_up", lambda found: (found[0].astype(jnp.uint8), *found[1:])),
         start=0,
     ),
     "tied matrix without cross terms": Fault(tokens, "book_keeping", without_cross_terms),
@@ -304,6 +303,29 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
     """Where every step is checked, within 20 steps: one wrong row in eight may be none of four."""
     fault = FAULTS[name]
     assert fault.start <= caught(fault, 1, 24, monkeypatch) < fault.start + 20
+
+
+@pytest.mark.parametrize("method", ["auto", "book_keeping"])
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_auto_goes_by_vmap_from_the_first_batch_on(method, is_supported, monkeypatch):
+    """Where a rule is wrong, or has no form for the loss; the ledger says what was taken."""
+
+    def refuse(*arguments):
+        raise dualdp.UnsupportedLayerError("No such form. Use method='vmap'.")
+
+    rule = RULES["conv_general_dilated"]
+    wrong = (lambda *given: 0.5 * rule.grads(*given)) if is_supported else refuse
+    monkeypatch.setitem(RULES, "conv_general_dilated", rule._replace(grads=wrong, norms=None))
+    engine, step, state, loader = begin(image(), method, 1, plan_of(num_steps=3))
+    if method != "auto":
+        with pytest.raises((dualdp.ExactnessError, dualdp.UnsupportedLayerError)):
+            step(state, next(iter(loader)))
+        return
+    for batch in loader:
+        state, _ = step(state, batch)
+    assert engine.ledger.last_check == 2
+    assert engine.ledger.failed_check is None
+    assert engine.ledger.to_json().count("auto goes by vmap") == 1
 
 
 def test_one_step_in_fifty_catches_a_fault_within_200(monkeypatch):

@@ -11,7 +11,7 @@ from dualdp_tools.cli import app
     ("options", "message"),
     [
         ("--switch-at 3 --steps 3", "switch_at=3 is not within the run. Expected 1 to 2"),
-        ("--batch-size 5000", "expected_batch_size=5000.0 exceeds num_examples=1437"),
+        ("--batch-size 5000", "expected_batch_size=5000.0 is out of range. Expected a"),
         ("--dtype float16", "dtype='float16' is unknown. Expected one of float32, float64"),
     ],
 )

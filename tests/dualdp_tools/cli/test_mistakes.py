@@ -56,7 +56,7 @@ MISTAKES = {
     f"{PORT} own:nothing --mapping {{}}/list.json": "holds a list. Expected a JSON table",
     f"{PORT} own:nothing --mapping {{}}/no": "no does not exist. Expected a JSON table",
     "audit --step own:three": "step='own:three' is an int",
-    "verify {}/ledger --report {}/x.pdf": "has no known form. Expected .md or .html",
+    "verify {}/ledger --report {}/x.pdf": "has no known form. Expected a file .md",
     "audit --stack tf": "stack='tf' is unknown. Expected one of jax, torch.",
     "audit --noise loud": "noise='loud' is unknown",
     "audit --canaries 1": "num_canaries=1 is out of range",

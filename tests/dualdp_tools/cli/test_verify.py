@@ -3,7 +3,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -21,7 +20,7 @@ def ledger(tmp_path):
         for step in range(5):
             written.record(step)
         if note:
-            written.unprotected(note)
+            written.note(unprotected=sorted(note))
         written.close()
         return tmp_path / name
 
@@ -99,23 +98,8 @@ def test_a_failure_is_named_and_the_exit_code_tells(ledger):
     assert "All of this would hold if the noise were secret" in done.output
 
 
-class Tags(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen = [], set()
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-@pytest.mark.parametrize("form", ["md", "html"])
-def test_the_page_says_what_was_released(ledger, tmp_path, form):
-    page = tmp_path / f"page.{form}"
+def test_the_page_says_what_was_released(ledger, tmp_path):
+    page = tmp_path / "page.md"
     path = ledger(note=["unprotected_<script>|x"])
     assert call("verify", path, "--report", page).exit_code == 0
     text = page.read_text()
@@ -130,14 +114,8 @@ def test_the_page_says_what_was_released(ledger, tmp_path, form):
         "unprotected_",
     ):
         assert word in text, word
-    if form == "html":
-        tags = Tags()
-        tags.feed(text)
-        assert tags.open == []
-        assert "script" not in tags.seen, "what a ledger says is never taken for markup"
-    else:
-        rows = [line for line in text.splitlines() if line.startswith("|")]
-        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}
 
 
 def test_the_best_guess_is_that_of_the_definition(ledger, tmp_path):

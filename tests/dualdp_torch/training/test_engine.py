@@ -558,21 +558,21 @@ def test_a_fork_of_a_run_is_a_run_of_its_own(noise):
                 told = str(error)
             x, y, rows = next(iter(loader))
             release = stepped(model, optimizer, x, y)
-            found = told, rows.tolist(), release, len(engine.ledger), engine.ledger.segment
+            found = told, rows.tolist(), release, len(engine.ledger), len(engine.ledger.segments)
             os.write(there, pickle.dumps(found))
         finally:
             os._exit(0)
     mine = stepped(model, optimizer, x, y)
     rows = next(iter(loader))[2].tolist()
     os.waitpid(child, 0)
-    told, theirs, release, releases, segment = pickle.loads(os.read(here, 1 << 16))
+    told, theirs, release, releases, segments = pickle.loads(os.read(here, 1 << 16))
     for end in (here, there):
         os.close(end)
     assert "This batch was drawn before the process was forked" in told
     assert theirs != rows
     assert abs(np.corrcoef(mine, release)[0, 1]) < 0.8
-    assert (releases, segment) == (2, 1)
-    assert (len(engine.ledger), engine.ledger.segment) == (2, 0)
+    assert (releases, segments) == (2, 2)
+    assert (len(engine.ledger), len(engine.ledger.segments)) == (2, 1)
 
 
 def test_a_fork_does_not_write_the_ledger_of_its_parent(tmp_path):

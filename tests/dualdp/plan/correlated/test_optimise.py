@@ -29,7 +29,7 @@ def loss(strategy, n, b=1, k=1, workload=None, objective="mean"):
 
 
 def problem(n, b, k, workload, objective):
-    source, error = module._error(workload, n, objective)
+    source, error = module.error_of(workload, n, objective)
     return Problem(source, error, b, k)
 
 

@@ -111,6 +111,79 @@ def test_check_looks_once_and_then_jit_is_quiet(primitive, monkeypatch):
         in_jit(jnp.concatenate([x, x]))
 
 
+@jax.custom_batching.custom_vmap
+def mixed(x):
+    return x
+
+
+@mixed.def_vmap
+def _(axis_size, in_batched, x):
+    return jnp.roll(x, 1, 0), True
+
+
+@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass", "vmap", "loop"])
+def test_rows_that_meet_each_other_are_refused(method):
+    """Each of eight rows gets the gradient of its neighbour, which is as long as its own."""
+    params, x = {"w": draw(6)}, draw(8, 6)
+    x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    with pytest.raises(dualdp.ExactnessError, match=FAILED):
+        dpj.clipped_grad_sum(
+            lambda p, x: p["w"] @ mixed(x), params, x, max_grad_norm=0.5, method=method
+        )
+
+
+def loop_of(x):
+    engine = dpj.PrivacyEngine()
+    loader = engine.make_loader(
+        data=np.asarray(x), num_steps=2, expected_batch_size=2, noise_multiplier=1.0,
+        max_grad_norm=0.1, seed=0, sampler="shuffle", physical_batch_size=2,
+    )  # fmt: skip
+    return engine, next(iter(loader))
+
+
+def test_auto_goes_by_vmap_where_a_rule_is_wrong(monkeypatch):
+    """From the first call on, and the ledger of its loop says so; a named method is refused."""
+    loss, params, x = MODELS["conv_general_dilated"]
+    plant(monkeypatch, "conv_general_dilated", "grads")
+    engine, chunk = loop_of(x)
+    expected = dpj.clipped_grad_sum(loss, params, chunk, method="vmap").grads["w"]
+    for _ in range(2):
+        found = dpj.clipped_grad_sum(loss, params, chunk).grads["w"]
+        np.testing.assert_array_equal(found, expected)
+    assert engine.ledger.to_json().count("auto went by vmap") == 1
+    with pytest.raises(dualdp.ExactnessError, match=FAILED):
+        dpj.clipped_grad_sum(loss, params, chunk, method="materialize")
+
+
+def test_auto_goes_by_vmap_where_a_rule_does_not_support_the_loss(monkeypatch):
+    def refuse(*arguments):
+        raise dualdp.UnsupportedLayerError("No such form. Use method='vmap'.")
+
+    loss, params, x = MODELS["conv_general_dilated"]
+    expected = dpj.per_sample_norms(loss, params, x, method="vmap")
+    rule = RULES["conv_general_dilated"]
+    monkeypatch.setitem(RULES, "conv_general_dilated", rule._replace(norms=refuse))
+    for check in ("off", "first"):
+        np.testing.assert_array_equal(dpj.per_sample_norms(loss, params, x, check=check), expected)
+    with pytest.raises(dualdp.UnsupportedLayerError, match="No such form"):
+        dpj.per_sample_norms(loss, params, x, method="book_keeping")
+
+
+def test_the_ledger_notes_a_traced_call_that_nobody_looked_at():
+    loss, params, x = MODELS["dot_general"]
+    engine, chunk = loop_of(x)
+    total = lambda: jax.jit(lambda p, c: dpj.clipped_grad_sum(loss, p, c).grads)  # noqa: E731
+    with pytest.warns(UserWarning, match="called inside jit, where it has no numbers"):
+        total()(params, chunk)
+    total()(params, chunk)  # warns and notes no more
+    assert engine.ledger.to_json().count("check_impossible") == 1
+    calls.forget()
+    engine, chunk = loop_of(x)
+    dpj.check(loss, params, chunk)
+    total()(params, chunk)
+    assert "check_impossible" not in engine.ledger.to_json()
+
+
 def test_check_needs_numbers_and_rows():
     loss, params, x = MODELS["dot_general"]
     with pytest.raises(TypeError, match="check was called inside jit, where there are no numbers"):
@@ -123,7 +196,7 @@ def test_check_needs_numbers_and_rows():
 def looked_at(monkeypatch):
     """The rows whose norms were compared with plain autodiff, one list for each check."""
     found = []
-    right, right_row = identity.check, identity._check_row
+    right, right_row = identity.check, identity.check_row
 
     def counted(*arguments, **options):
         found.append([])
@@ -134,7 +207,7 @@ def looked_at(monkeypatch):
         return right_row(reference, numbers, k)
 
     monkeypatch.setattr(identity, "check", counted)
-    monkeypatch.setattr(identity, "_check_row", row)
+    monkeypatch.setattr(identity, "check_row", row)
     return found
 
 
