@@ -9,6 +9,7 @@ forward of the same examples adds further uses of each parameter.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -143,6 +144,7 @@ class Recorder:
         self._paused = self._repeats = False  # _repeats: True once a batch had several forwards
         self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
         self._leaf = torch.zeros((), requires_grad=True)
+        self._numbers = itertools.count()  # of forwards, alike on all processes
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
@@ -280,7 +282,7 @@ class Recorder:
         if by_vmap:
             forward.end_by_vmap(self.model, self.parameters.values())
             return outputs
-        forward.hear(capture, self._analysis.batch_axes(capture), id(forward))
+        forward.hear(capture, self._analysis.batch_axes(capture), next(self._numbers))
         by_layer = self.terms is not None and self.terms.clipping == "per_layer"
         if shards is not None and (by_layer or self.method == "two_pass"):
             shards.require_same_layers(use.held.values() for use in forward.uses)
