@@ -656,7 +656,8 @@ class Twins(TorchFunctionMode):
         with autocast_as([("cpu", dtypes[-1][1])]) if moves else contextlib.nullcontext():
             if call.draws is not None:
                 with call.draws.repeated():
-                    ours = _as_drawn(twin, call.func, call.given, given)
+                    drawn = _as_drawn(twin, call.func, call.given, given)
+                ours = pytree.tree_map_only(Tensor, twin.placed, drawn)
             else:
                 ours = call.func(*given[0], **given[1])
         twin.note(call.name, call.out, ours)
@@ -849,8 +850,8 @@ def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
-            tensor = tensor.index_select(axis, rows.to(tensor.device))
-        return twin.placed(tensor)
+            return tensor.index_select(axis, rows.to(tensor.device))
+        return tensor
 
     args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
     found = func(*args, **kwargs)
