@@ -605,8 +605,10 @@ class Twins(TorchFunctionMode):
                 self._drawn[tensor] = True
             elif not is_taken:
                 self._drawn.pop(tensor, None)
-        if not is_taken:
-            self._fork(call, [t for t in tensors if t not in self._led])
+        if is_taken:  # of a draw by size nobody knows if it is a table
+            self._fork(call, made, [])
+        else:
+            self._fork(call, [t for t in tensors if t not in self._led], numbers)
         lead = self._take_drawn if is_taken else self._repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -620,13 +622,12 @@ class Twins(TorchFunctionMode):
                         reason = str(error).split("\n")[0][:80]
                         twin.problem = f"{call.name} can't be called on one row ({reason})"
 
-    def _fork(self, call: _Call, unknown: Sequence[Tensor]) -> None:
+    def _fork(self, call: _Call, unknown: Sequence[Tensor], numbers: Sequence[float]) -> None:
         """Let twins go on by every reading that this call has."""
-        n, k, numbers = self._n, self.k, _numbers(call.given)
-        places = range(call.first, call.first + len(numbers))
+        n, k = self._n, self.k
         doubtful = [
             v
-            for at, v in zip(places, numbers, strict=True)
+            for at, v in enumerate(numbers, call.first)
             if self.numbers.learned(at, call.name, v, n) is None
         ]
         for twin in [twin for twin in self.twins if twin.follows_reads and twin.is_base]:
