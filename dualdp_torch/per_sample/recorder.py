@@ -29,6 +29,7 @@ from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
@@ -242,7 +243,7 @@ class Recorder:
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(self.model, args, kwargs, batch.num_rows)
+            self.twins.enter_model(args, kwargs, batch.num_rows, self.model)
         if self.computes_loss:
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(batch)
@@ -254,7 +255,8 @@ class Recorder:
         if self.by_loop or forward.by_vmap:
             _refuse_gradients_of_inputs(forward)
         is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
-        if self.method == "two_pass" or is_due or self.twins.is_on:
+        is_led = self.twins.is_on and self.shards is None  # all processes gather in a forward
+        if self.method == "two_pass" or is_due or is_led:
             forward.start = Start.of(self.model, is_checked=is_due)
         return forward
 
@@ -370,7 +372,8 @@ class Recorder:
 
     def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
         """Return what the model gives for some units, from the state before a forward."""
-        assert forward.start is not None
+        if forward.start is None:
+            raise RuntimeError("The forward can't be run again.")
         with self.unchanged(), forward.start.replayed(self.model):
             args, kwargs = forward.batch.rows(units).arguments()
             leaves = pytree.tree_leaves(self.model(*args, **kwargs))
@@ -656,14 +659,30 @@ class Recorder:
         again = _recorded if self.computes_loss else _called
         return partial(again, method or self.method, terms)
 
-    def tried(
-        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], *, is_first: bool
-    ) -> Numbers:
-        """Return checked numbers; on a first batch of "auto" those of another way if need be.
+    def checked(
+        self, numbers: Numbers, terms: Terms, purpose: tuple[Any, ...], **options: Any
+    ) -> tuple[Numbers, bool]:
+        """Return numbers that were compared with their definition, and if any could be.
 
-        Captured uses are tried first, then `vmap`, then the loop. A forward that draws random
-        numbers has only the first way, as the others would draw other ones.
+        On a first batch of "auto" they may be those of another way: captured uses are tried first,
+        then `vmap`, then the loop. A forward that draws random numbers has only the first way, as
+        the others would draw other ones. `options` are those of `identity.check`.
         """
+        compared, is_first = list[bool](), options["is_first"]
+
+        def check(numbers: Numbers) -> None:
+            again = self.numbers_again(terms)
+            compared.append(identity.check(self.reference(terms), numbers, again, **options))
+
+        with self.unchanged():
+            found = self._tried(numbers, terms, check, is_first)
+        if compared[-1]:
+            self.note_checked(purpose)
+        return found, compared[-1]
+
+    def _tried(
+        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], is_first: bool
+    ) -> Numbers:
         try:
             check(numbers)
             return numbers

@@ -262,7 +262,7 @@ class PrivateStep:
                 "Parameters were renamed after set-up, as by layers that swap places or one put "
                 "between others. Set up again, so that what is clipped is what is trained."
             )
-        recorder.twins.enter_model(recorder.model, batch, {}, len(draw.mask))
+        recorder.twins.enter_model(batch, {}, len(draw.mask), recorder.model)
         recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         mask = None if bool(draw.mask.all()) else draw.mask
