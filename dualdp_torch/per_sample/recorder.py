@@ -37,7 +37,7 @@ from dualdp_torch.per_sample.clip import (
     Terms,
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_forward import Forward, each_alone, gradients_alone, joined
@@ -107,6 +107,7 @@ class Recorder:
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
         by_loop: True if each example runs alone, by the method or since nothing else was right.
+        usual_size: examples in the loader's batches; a model that takes no others is refused.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -125,6 +126,7 @@ class Recorder:
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.is_inside, self.shards = True, False, Shards.of(model)
+        self.usual_size: int | None = None
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -226,12 +228,28 @@ class Recorder:
                 outputs = self._hand_out(forward, outputs)
             self.is_inside = False
             return outputs
-        except BaseException:  # also KeyboardInterrupt, for which torch runs no hook
+        except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
             if self.is_inside:
                 self.is_inside = False
                 self.forwards.pop().close()
                 self.twins.rewind(len(self.forwards))
+            if _is_of_torch(error) and self._is_of_one_size(args, kwargs):
+                raise UnsupportedLayerError(OF_ONE_SIZE.format(error=error)) from error
             raise
+
+    def _is_of_one_size(self, args: Any, kwargs: Any) -> bool:
+        """True if the model takes as many rows as the loader's batches have, where it failed."""
+        if self.usual_size is None:
+            return False
+        batch = Batch((args, kwargs), shares=True, rows_per_unit=self.rows_per_unit)
+        usual = batch.rows(torch.arange(self.usual_size) % max(batch.n, 1))
+        given, options = usual.arguments()
+        try:
+            with self.pause(), self.twins.suspended(), on_copies(self.model), torch.no_grad():
+                self.model(*given, **options)
+        except RuntimeError:
+            return False
+        return True
 
     def _begin(self, args: Any, kwargs: Any) -> Forward:
         """Begin a recorded forward, whose arguments are checked, and find its analysis."""
@@ -306,7 +324,8 @@ class Recorder:
         """Refuse a model that was cut, or whose parameters changed, since set-up."""
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
-            changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
+            strange = {name for name, p in current.items() if id(p) not in self._names}
+            changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
@@ -777,6 +796,15 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
                 f"{tuple(p.shape)} outside of it, which nobody would clip. Detach the input, or "
                 "put both into one module; a generator's step belongs under engine.pause()."
             )
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """True for a plain error that was not raised by dualdp."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return type(error) is RuntimeError and not where.startswith("dualdp")
 
 
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:

@@ -103,6 +103,11 @@ _DECLARED = (
     "loss_reduction={declared!r}, but the loss is a {other}. Declare loss_reduction={other!r}: the "
     "clipping bound depends on it."
 )
+_OF_PARAMETERS = (
+    "autograd.grad asked for gradients of parameters, which a private loop has not: what it gets "
+    "is the noisy mean, in p.grad after optimizer.step(). Expected loss.backward(), and for a log "
+    "p.grad after the step; other uses belong under engine.pause(), and are not private."
+)
 BACK = "Rows of the batch went through NumPy or Python lists; the loss is checked without them."
 DECIDED = "The loop decides by data of the batch, as in `if loss > 1`, before its backward."
 UNSEEN = "A backward of the loop was not seen (another thread, compiled code): it is not checked."
@@ -333,6 +338,8 @@ class Twins(TorchFunctionMode):
         self.clear()
         n = self._n = num_rows // self.k
         self._batch = list(_tensors_in(batch, 5))
+        if any(x.is_nested or x.layout is not torch.strided for x in self._batch):
+            return  # which the model may not get; made dense, it is what the loop sees
         if any(tensor.shape[:1] != (num_rows,) for tensor in self._batch):
             if num_rows < _FEWEST_IN_LISTS:
                 return
@@ -725,6 +732,11 @@ class Twins(TorchFunctionMode):
         self._is_busy = True
         try:
             out = func(*args, **kwargs)
+        except RuntimeError as error:
+            wanted = pytree.tree_leaves(given.get("inputs"))
+            if func is torch.autograd.grad and any(map(_is_parameter, wanted)):
+                raise RuntimeError(_OF_PARAMETERS) from error
+            raise
         finally:
             self._is_busy = False
         if func is torch.autograd.grad:
@@ -783,7 +795,10 @@ class Twins(TorchFunctionMode):
 
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
-        ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
+        among = [twin for twin in twins if not twin.is_alone]
+        if among and all(twin.has_other_inputs for twin in among):  # lost inside the model or not
+            return Problem(_INPUTS.format(first=_first(among)))
+        ran = [twin for twin in among if twin.problem is None]
         errors = [t.error(cotangents, declared, not self._has_drawn) for t in ran]
         pairs = zip(errors, ran, strict=True)
         if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
