@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.training.compiled_step import YieldedValues
 from dualdp_torch.training.loader import Draw
 
+_log = logging.getLogger("dualdp")
 _SHARDED = (
     "The model lies in pieces over several processes (fully_shard), none of which can run an "
     "example alone: the loop's loss is checked, the gradients are not."
@@ -90,10 +92,11 @@ class StepChecks:
             self._recorder.twins.leave_loader()
 
     def _note(self, text: str) -> None:
-        """Record once what no check could look at."""
+        """Record and log once what no check could look at."""
         if text not in self._noted:
             self._noted.add(text)
             self._ledger.note(check_impossible=text)
+            _log.warning("Not checked, and noted in the ledger: %s", text)
 
     def _begin_twins(self, draw: Draw, batch: Any) -> None:
         """Lead twins through the loop: on batches of new code, and on steps drawn by number."""

@@ -384,7 +384,7 @@ def test_a_run_with_checks_and_one_without_end_alike(kind, mode, clipping):
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
 
 
-def test_random_numbers_that_cannot_be_drawn_again_are_on_record():
+def test_random_numbers_that_cannot_be_drawn_again_are_on_record(caplog):
     """A generator that nobody knows: what can't be checked is said once, and so is how much."""
     own = torch.Generator().manual_seed(3)
 
@@ -406,6 +406,7 @@ def test_random_numbers_that_cannot_be_drawn_again_are_on_record():
     text = engine.ledger.to_json()
     assert text.count("check_impossible") == 1
     assert "can't be drawn again" in text
+    assert caplog.text.count("Not checked, and noted in the ledger: The model draws") == 1
 
 
 # ---------------------------------------------------------------------- state (62)
