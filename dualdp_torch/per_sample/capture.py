@@ -29,12 +29,11 @@ from dualdp_torch.per_sample.parameter_use import (
     Derived,
     SecondOrderError,
     Use,
-    attach,
     comes_from,
+    graph_nodes,
     name_of,
-    no_view,
+    own_node,
     refuse_hook,
-    refuse_reentrant_checkpoints,
     refuse_transforms,
 )
 from dualdp_torch.rules import REWRITES, RULES, Rewrite
@@ -278,12 +277,8 @@ class Capture(TorchFunctionMode):
             if callable(wanted):
                 wanted = wanted({slot: self._name(p) for slot, p in held.items()})
             acts = call[wanted] if isinstance(wanted, str) else tuple(call[w] for w in wanted)
-        if not out.requires_grad:
-            if out._is_view():
-                out = out.clone()
-            out = attach(out, _LEAF)
-        elif out._is_view():  # as of a linear layer with position axes
-            out = no_view(out)
+        if not out.requires_grad or out._is_view():  # as of a linear layer with position axes
+            out = own_node(out, _LEAF)
         options = {}
         for name, value in call.items():
             if not isinstance(value, Tensor):
@@ -397,22 +392,16 @@ class Capture(TorchFunctionMode):
         again._skipped, again._recomputing = self._skipped, True
         return again
 
-    def clear(self) -> None:
-        """Forget the output gradients of every use."""
-        for use in self.uses:
-            use.grads_out = None
-
-    def backward(
-        self, total: Tensor, parameters: Mapping[str, Tensor], *, retain: bool = False
-    ) -> list[str]:
+    def backward(self, total: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
         """Set `grads_out` of every use to the gradient of the scalar `total`.
 
-        Returns the names of the parameters that also reach `total` outside of captured uses.
+        Returns the names of the parameters that also reach `total` outside of captured uses. One
+        that is used only inside a reentrant checkpoint would get no gradient, without an error.
         """
-        self.clear()
         held = {name for use in self.uses for name in use.held.values()}
-        if retain or not held >= parameters.keys():
-            refuse_reentrant_checkpoints(total)
+        for node in () if held >= parameters.keys() else graph_nodes([total.grad_fn]):
+            if node.name() == "CheckpointFunctionBackward":
+                raise UnsupportedLayerError(REENTRANT)
         if not total.requires_grad:
             return []
         leaves = [*parameters.items(), *self.stand_ins.items()]
@@ -420,7 +409,7 @@ class Capture(TorchFunctionMode):
         if not targets:  # nothing is trained
             return []
         try:
-            found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
+            found = torch.autograd.grad(total, targets, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise

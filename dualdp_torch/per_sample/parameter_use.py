@@ -44,46 +44,26 @@ def comes_from(function: Any, *packages: str) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(packages)
 
 
-class _Attach(torch.autograd.Function):
-    """Gives a graph node to an output that would need no gradient, such as the first layer's.
+class _OwnNode(torch.autograd.Function):
+    """Identity that gives an output a graph node of its own, and shares its memory.
 
-    The output itself is marked as changed rather than viewed, so that a later in-place operation on
-    it stays legal.
+    The first layer's output would have no node, and a change in place of a view gets a graph around
+    the node at which its gradient would arrive. The result is no view, so that such a change stays
+    legal.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
-        """Return the same tensor, now part of the graph."""
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient for the output; there is nothing to differentiate below."""
-        return grad, None
-
-
-attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
-
-
-class _NoView(torch.autograd.Function):
-    """Identity whose output shares its input's memory and is no view for autograd.
-
-    A change in place of a view gets a graph around the node at which its gradient would arrive.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        """Return the same values."""
+        """Return the same values; `leaf` makes them part of the graph."""
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient unchanged."""
-        return grad
+        return grad, None
 
 
-no_view: Callable[[Tensor], Tensor] = _NoView.apply
+own_node: Callable[[Tensor, Tensor], Tensor] = _OwnNode.apply
 
 
 class SecondOrderError(UnsupportedLayerError):
@@ -230,17 +210,6 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
     return [*seen]
 
 
-def refuse_reentrant_checkpoints(total: Tensor) -> None:
-    """Refuse a graph that holds a reentrant checkpoint, whose parameters autograd can't see.
-
-    `torch.autograd.grad` runs only the nodes between the total and the requested tensors: a
-    parameter used only inside a checkpoint would get no gradient, without an error.
-    """
-    for node in graph_nodes([total.grad_fn]):
-        if node.name() == "CheckpointFunctionBackward":
-            raise UnsupportedLayerError(REENTRANT)
-
-
 REENTRANT = (
     "A part of the model is checkpointed with use_reentrant=True, which hides its gradients. Use "
     "checkpoint(..., use_reentrant=False)."
@@ -262,14 +231,15 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if is_lazy(p) or p.is_meta:
             where = "not made before the first batch" if is_lazy(p) else "on the meta device"
             raise ValueError(
-                f"Parameter {name!r} has no numbers: it is {where}. Expected a model with its "
-                "weights: run a batch through it first, or use to_empty(device=) and load them."
+                f"Parameter {name!r} has no numbers: it is {where}. Run a batch through the model "
+                "first, or use to_empty(device=) and load its weights."
             )
         if not p.is_leaf:
             raise ValueError(
-                f"Parameter {name!r} is no leaf, so that no gradient is kept for it, as in a deep "
-                "copy of a TorchScript module. Expected the module that was copied, or one that "
-                "torch.jit.load returned."
+                f"Parameter {name!r} is no leaf, so that no gradient is kept for it, as in "
+                "functional_call with parameters that were made (fast weights) and in a deep copy "
+                "of a TorchScript module. Expected the model's own parameters in a private step, "
+                "and functional_call under engine.pause(); or the module that was copied."
             )
         if p.is_complex():
             raise UnsupportedLayerError(

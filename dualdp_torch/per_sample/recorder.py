@@ -9,6 +9,7 @@ forward of the same examples adds further uses of each parameter.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
@@ -35,7 +37,7 @@ from dualdp_torch.per_sample.clip import (
     Terms,
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_forward import Forward, each_alone, gradients_alone, joined
@@ -80,8 +82,7 @@ RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 
 _CLOSED = (
     "A backward reached a forward whose gradients were used by optimizer.step(), or dropped by "
-    "zero_grad(). Expected the model's call, backward and step in this order; call the model "
-    "again, or add the losses before one backward."
+    "zero_grad(). Call the model again, or add the losses before one backward."
 )
 
 
@@ -106,6 +107,7 @@ class Recorder:
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
         by_loop: True if each example runs alone, by the method or since nothing else was right.
+        usual_size: examples in the loader's batches; a model that takes no others is refused.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -124,6 +126,7 @@ class Recorder:
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.is_inside, self.shards = True, False, Shards.of(model)
+        self.usual_size: int | None = None
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -143,6 +146,7 @@ class Recorder:
         self._paused = self._repeats = False  # _repeats: True once a batch had several forwards
         self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
         self._leaf = torch.zeros((), requires_grad=True)
+        self._numbers = itertools.count()  # of forwards, alike on all processes
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
@@ -225,13 +229,27 @@ class Recorder:
             self.is_inside = False
             return outputs
         except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
-            if self.shards is not None:
-                self.shards.explain(error)
             if self.is_inside:
                 self.is_inside = False
                 self.forwards.pop().close()
                 self.twins.rewind(len(self.forwards))
+            if _is_of_torch(error) and self._is_of_one_size(args, kwargs):
+                raise UnsupportedLayerError(OF_ONE_SIZE.format(error=error)) from error
             raise
+
+    def _is_of_one_size(self, args: Any, kwargs: Any) -> bool:
+        """True if the model takes as many rows as the loader's batches have, where it failed."""
+        if self.usual_size is None:
+            return False
+        batch = Batch((args, kwargs), shares=True, rows_per_unit=self.rows_per_unit)
+        usual = batch.rows(torch.arange(self.usual_size) % max(batch.n, 1))
+        given, options = usual.arguments()
+        try:
+            with self.pause(), self.twins.suspended(), on_copies(self.model), torch.no_grad():
+                self.model(*given, **options)
+        except RuntimeError:
+            return False
+        return True
 
     def _begin(self, args: Any, kwargs: Any) -> Forward:
         """Begin a recorded forward, whose arguments are checked, and find its analysis."""
@@ -243,7 +261,7 @@ class Recorder:
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(self.model, args, kwargs, batch.num_rows)
+            self.twins.enter_model(args, kwargs, batch.num_rows, self.model)
         if self.computes_loss:
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(batch)
@@ -255,7 +273,8 @@ class Recorder:
         if self.by_loop or forward.by_vmap:
             _refuse_gradients_of_inputs(forward)
         is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
-        if self.method == "two_pass" or is_due or self.twins.is_on:
+        is_led = self.twins.is_on and self.shards is None  # all processes gather in a forward
+        if self.method == "two_pass" or is_due or is_led:
             forward.start = Start.of(self.model, is_checked=is_due)
         return forward
 
@@ -279,7 +298,7 @@ class Recorder:
         if by_vmap:
             forward.end_by_vmap(self.model, self.parameters.values())
             return outputs
-        forward.hear(capture, self._analysis.batch_axes(capture), id(forward))
+        forward.hear(capture, self._analysis.batch_axes(capture), next(self._numbers))
         by_layer = self.terms is not None and self.terms.clipping == "per_layer"
         if shards is not None and (by_layer or self.method == "two_pass"):
             shards.require_same_layers(use.held.values() for use in forward.uses)
@@ -289,15 +308,14 @@ class Recorder:
         """Refuse a forward that cannot be recorded now."""
         if self.is_inside:
             raise RuntimeError(
-                "The model calls itself inside its forward. Call a method or a submodule there "
-                "instead: one recorded forward can't hold another."
+                "The model calls itself inside its forward, and one recorded forward can't hold "
+                "another. Call a method or a submodule there."
             )
         if self._in_backward and not self.has_gradients:  # the backward failed
             if len(self.forwards) > 1:
                 raise RuntimeError(
-                    "A backward of this batch failed after other forwards of it were recorded, so "
-                    "its gradients are incomplete. Begin a new pass over the loader, or call "
-                    "optimizer.zero_grad() and repeat all forwards of the batch."
+                    "A backward of this batch failed after other forwards of it were recorded. "
+                    "Call optimizer.zero_grad() and repeat all forwards of the batch."
                 )
             self.begin_again()
         self.require_unchanged()
@@ -306,7 +324,8 @@ class Recorder:
         """Refuse a model that was cut, or whose parameters changed, since set-up."""
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
-            changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
+            strange = {name for name, p in current.items() if id(p) not in self._names}
+            changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
@@ -317,9 +336,9 @@ class Recorder:
         rows, factors = forward.batch.num_rows, self.row_factors
         if factors is not None and rows != len(factors):
             raise RuntimeError(
-                f"The model was called on {rows} rows but the loader gave {len(factors)}, of which "
-                "some are padding of users with few rows. Expected the whole batch, in its order; "
-                "put other calls under torch.no_grad() or engine.pause()."
+                f"The model was called on {rows} rows but the loader gave {len(factors)}, some of "
+                "them padding. Expected the whole batch, in its order; put other calls under "
+                "torch.no_grad() or engine.pause()."
             )
         if self.terms is not None:  # training: what lies before the model would be trained, too
             _refuse_parameters_before(forward, self._names)
@@ -335,10 +354,9 @@ class Recorder:
         if forward.batch.n != self.n:
             raise RuntimeError(
                 f"The model was called on {self.n} examples, then on {forward.batch.n}, for one "
-                "batch. Expected the same examples in the same order in every recorded forward, "
-                "since each is clipped once by its whole gradient. Put other calls under "
-                "torch.no_grad() or engine.pause(); for parts of a batch, use "
-                "max_physical_batch_size."
+                "batch. Expected the same examples in the same order in every recorded forward. "
+                "Put other calls under torch.no_grad() or engine.pause(); for parts of a batch, "
+                "use max_physical_batch_size."
             )
 
     def _refuse_in_pieces(self, capture: Capture, changed: list[str]) -> None:
@@ -373,7 +391,8 @@ class Recorder:
 
     def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
         """Return what the model gives for some units, from the state before a forward."""
-        assert forward.start is not None
+        if forward.start is None:
+            raise RuntimeError("The forward can't be run again.")
         with self.unchanged(), forward.start.replayed(self.model):
             args, kwargs = forward.batch.rows(units).arguments()
             leaves = pytree.tree_leaves(self.model(*args, **kwargs))
@@ -506,11 +525,10 @@ class Recorder:
             p.grad = None
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
-            "its gradient can't be clipped per example. A term without data (L2, a distance from "
-            "earlier weights) belongs into the optimizer's weight_decay, or is added to p.grad by "
-            "optimizer.register_step_pre_hook after make_private. Else use the parameter inside "
-            "the model's forward, or call clipped_grad_sum with a loss function that does all of "
-            "it."
+            "its gradient can't be clipped per example. A term without data (L2) belongs into the "
+            "optimizer's weight_decay, or is added to p.grad by optimizer.register_step_pre_hook "
+            "after make_private. Else use the parameter inside the model's forward, or call "
+            "clipped_grad_sum with a loss function that does all of it."
         )
 
     def require_backward(self) -> int:
@@ -521,9 +539,7 @@ class Recorder:
                 "then loss.backward()."
             )
         if not self.has_gradients:
-            raise RuntimeError(
-                "No backward was recorded. Call loss.backward() before reading gradients."
-            )
+            raise RuntimeError("No backward was recorded. Call loss.backward() before.")
         return self.n
 
     def gradients(self, scale: float, keep: str) -> Gradients:
@@ -597,7 +613,8 @@ class Recorder:
 
     def was_checked(self, purpose: tuple[Any, ...]) -> bool:
         """True if this purpose was checked on batches like those of all forwards."""
-        return all(self._purpose(purpose) in forward.cache.checked for forward in self.forwards)
+        own = self._purpose(purpose)
+        return all(own in forward.cache.checked for forward in self.forwards)
 
     def note_checked(self, purpose: tuple[Any, ...]) -> None:
         """Note that this purpose was checked, for one forward or for several of a batch."""
@@ -638,16 +655,20 @@ class Recorder:
 
     def reference(self, terms: Terms) -> Reference:
         """Return the definition of the recorded gradients, for a check."""
-        calls, alone = partial(forwards_of, self.rows_per_unit), None
-        batch = self.forwards[0].batch
+        k, mask, starts = (
+            self.rows_per_unit,
+            terms.mask,
+            [forward.start for forward in self.forwards],
+        )
+        given = self.parameters, [start for start in starts if start is not None], mask
         if self.computes_loss:
-            calls, alone = partial(_whole_steps, self.rows_per_unit), _loss_alone
-        else:
-            each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
-            batch = Batch(tuple(each), shares=True, rows_per_unit=self.rows_per_unit)
-        starts = [forward.start for forward in self.forwards if forward.start is not None]
-        given = self.model, batch, self.parameters, starts
-        return Reference(calls, *given, mask=terms.mask, alone=alone)
+            batch = self.forwards[0].batch
+            return Reference(
+                lambda *of: [partial(_losses_of_none, *of)], self.model, batch, *given, _loss_alone
+            )
+        each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
+        batch = Batch(tuple(each), shares=True, rows_per_unit=k)
+        return Reference(partial(forwards_of, k), self.model, batch, *given)
 
     def numbers_again(
         self, terms: Terms, method: str | None = None
@@ -657,14 +678,30 @@ class Recorder:
         again = _recorded if self.computes_loss else _called
         return partial(again, method or self.method, terms)
 
-    def tried(
-        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], *, is_first: bool
-    ) -> Numbers:
-        """Return checked numbers; on a first batch of "auto" those of another way if need be.
+    def checked(
+        self, numbers: Numbers, terms: Terms, purpose: tuple[Any, ...], **options: Any
+    ) -> tuple[Numbers, bool]:
+        """Return numbers that were compared with their definition, and if any could be.
 
-        Captured uses are tried first, then `vmap`, then the loop. A forward that draws random
-        numbers has only the first way, as the others would draw other ones.
+        On a first batch of "auto" they may be those of another way: captured uses are tried first,
+        then `vmap`, then the loop. A forward that draws random numbers has only the first way, as
+        the others would draw other ones. `options` are those of `identity.check`.
         """
+        compared, is_first = list[bool](), options["is_first"]
+
+        def check(numbers: Numbers) -> None:
+            again = self.numbers_again(terms)
+            compared.append(identity.check(self.reference(terms), numbers, again, **options))
+
+        with self.unchanged():
+            found = self._tried(numbers, terms, check, is_first)
+        if compared[-1]:
+            self.note_checked(purpose)
+        return found, compared[-1]
+
+    def _tried(
+        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], is_first: bool
+    ) -> Numbers:
         try:
             check(numbers)
             return numbers
@@ -756,10 +793,18 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
                 continue  # rows whose gradient is asked for
             raise UnsupportedLayerError(
                 f"The gradient of an input of the model leads to a parameter of shape "
-                f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
-                "noise. Detach the input (fake.detach()), or put both into one module; a "
-                "generator's step through this model belongs under engine.pause()."
+                f"{tuple(p.shape)} outside of it, which nobody would clip. Detach the input, or "
+                "put both into one module; a generator's step belongs under engine.pause()."
             )
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """True for a plain error that was not raised by dualdp."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return type(error) is RuntimeError and not where.startswith("dualdp")
 
 
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
@@ -800,13 +845,7 @@ def _loss_alone(model: nn.Module, batch: Batch) -> Tensor:
     return found
 
 
-def _whole_steps(
-    rows_per_unit: int, model: nn.Module, batch: Batch
-) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
-    """Return the forward of a batch that computes the loss, of which no row has its own output."""
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        _loss_alone(model, batch)
-        return torch.zeros(batch.n), []
-
-    return [run]
+def _losses_of_none(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Run a forward that computes the loss; no row has a loss or an output of its own."""
+    _loss_alone(model, batch)
+    return torch.zeros(batch.n), []

@@ -77,24 +77,15 @@ def of_units(
     found = Batch(batch, rows_per_unit=k)
     if row_weights is None:
         return (loss_fn if k == 1 else UnitLoss(loss_fn, k, False, has_aux)), found
-    rows = found.num_rows
-    if not torch.is_tensor(row_weights) or not row_weights.is_floating_point():
-        is_tensor = torch.is_tensor(row_weights)
-        came = str(row_weights.dtype) if is_tensor else _validate.kind(row_weights)
-        raise TypeError(
-            f"row_weights is {came}. Expected a floating-point tensor of shape ({rows},), one "
-            "weight per row."
-        )
+    rows, is_tensor = found.num_rows, torch.is_tensor(row_weights)
+    expected = f"Expected ({rows},): one weight per row, floating-point and finite, 0 for padding."
+    if not is_tensor or not row_weights.is_floating_point():
+        came = row_weights.dtype if is_tensor else _validate.kind(row_weights)
+        raise TypeError(f"row_weights is {came}. {expected}")
     if row_weights.shape != (rows,):
-        raise ValueError(
-            f"row_weights has shape {tuple(row_weights.shape)}. Expected ({rows},): one weight per "
-            "row of the batch."
-        )
+        raise ValueError(f"row_weights has shape {tuple(row_weights.shape)}. {expected}")
     if not bool(row_weights.isfinite().all()):
-        raise ValueError(
-            "row_weights holds a weight that is not finite. Expected finite numbers; 0 for a row "
-            "of padding."
-        )
+        raise ValueError(f"row_weights holds a weight that is not finite. {expected}")
     weights = row_weights.detach()
     padding = weights == 0
     if bool(padding.any()):
@@ -130,9 +121,8 @@ def _require_units(found: Mark | None, rows_per_unit: Any, row_weights: Any) -> 
         weights = ", row_weights=chunk.row_weights" if found.has_weights else ""
         raise ValueError(
             f"The loader gave {found.rows_per_unit} rows for each unit, but the call has "
-            f"rows_per_unit={rows_per_unit} and {'no ' if row_weights is None else ''}row_weights, "
-            "so that a unit would move the sum by more than C, or padding would count. Expected "
-            f"clipped_grad_sum(..., rows_per_unit={found.rows_per_unit}{weights})."
+            f"rows_per_unit={rows_per_unit} and {'no ' if row_weights is None else ''}row_weights. "
+            f"Expected clipped_grad_sum(..., rows_per_unit={found.rows_per_unit}{weights})."
         )
 
 

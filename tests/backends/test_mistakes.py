@@ -522,13 +522,6 @@ ON_TORCH = {
         TypeError,
         "is a DataLoader. Expected the loader that make_private returned",
     ),
-    "no optimizer in the manager": (
-        lambda k: dpt.BatchMemoryManager(
-            data_loader=k.begin()[3], max_physical_batch_size=3, optimizer=None
-        ),
-        TypeError,
-        "optimizer is None. Expected the optimizer that make_private returned",
-    ),
     "step without forward": (
         without_forward,
         RuntimeError,
@@ -603,7 +596,7 @@ ON_TORCH = {
     "sum on meta": (
         lambda k: dpt.noisy_mean({"w": torch.zeros(3, device="meta")}, plan(), 0),
         TypeError,
-        r"grads\['w'\] is on the meta device",
+        r"grads\['w'\] is a Tensor on meta",
     ),
     # checkpoints
     "saved without model": (lambda k: k.save(k.at / "x", model=None), TypeError, "model is None"),
