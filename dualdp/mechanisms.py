@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
@@ -211,6 +211,22 @@ def require(event: object) -> Mechanism:
 #: Samplers with an event of their own; a plan accounts the runs of others as a whole.
 SAMPLERS = ("poisson", "truncated_poisson", "fixed_size", "balls_in_bins", "shuffle")
 RELATIONS = ("add_or_remove", "replace", "zero_out")
+
+
+class Sampling(TypedDict, total=False):
+    """How the batches of equal steps are drawn.
+
+    Keys:
+        sampler: one of `SAMPLERS`, `poisson` if it is left out; it decides the amplification.
+        num_examples: size of the data set, for `truncated_poisson`.
+        max_batch_size: largest batch, to which `truncated_poisson` truncates.
+        epochs_per_assignment: passes for which `balls_in_bins` keeps an assignment.
+    """
+
+    sampler: str
+    num_examples: int | None
+    max_batch_size: int | None
+    epochs_per_assignment: int
 
 
 def event(

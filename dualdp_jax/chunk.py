@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -61,7 +61,7 @@ class Origin(Frame):
         data: arguments of the loss after the parameters, with the whole data in the place of rows.
     """
 
-    def __init__(self, plan: PrivacyPlan, data: tuple[Any, ...]) -> None:
+    def __init__(self, plan: PrivacyPlan, data: tuple[PyTree, ...]) -> None:
         super().__init__(data)
         self.plan = plan
         self._loop: weakref.ref[OwnLoop] | None = None
@@ -187,12 +187,12 @@ def taking_chunks(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """True for an array of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _joined(columns: Any) -> Any:
+def _joined(columns: Sequence[Array]) -> Array:
     """Arrays one after the other; a single one as it is."""
     if len(columns) == 1:
         return columns[0]

@@ -7,7 +7,6 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,13 +19,19 @@ from jax.extend import core as _extend
 from jax.sharding import AxisType
 
 Literal = _extend.Literal
+PyTree = Any  # of arrays; jax has no type for it
+Jaxpr = _extend.Jaxpr
+Equation = _extend.JaxprEqn
 P = ParamSpec("P")
 T = TypeVar("T")
-_DEFAULT_PROMOTION = ("standard", "allow")
-_users_promotion: ContextVar[tuple[str, str] | None] = ContextVar("promotion", default=None)
 
 
-def is_traced(*values: Any) -> bool:
+def first_line(error: Exception) -> str:
+    """Return what an error says, without its explanations."""
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def is_traced(*values: PyTree) -> bool:
     """True if any leaf is abstract, inside `jit`, `grad`, `vmap` or `scan`."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
@@ -36,47 +41,32 @@ def in_trace() -> bool:
     return not _core.trace_state_clean()
 
 
-def is_of_this_trace(value: jax.Array) -> bool:
+def is_of_this_trace(value: object) -> bool:
     """True for a traced value that does not come from outside of the innermost transformation."""
     return getattr(value, "_trace", None) is _core.trace_ctx.trace
 
 
-def wrap_key(data: Any) -> Any:
+def wrap_key(data: PyTree) -> Any:
     """Return a typed threefry key from (2,) uint32 key data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def check_counter_layout() -> None:
-    """Refuse the old order of threefry counters, under which the normals are not portable."""
-    if not getattr(jax.config, "jax_threefry_partitionable"):  # noqa: B009 - unknown to mypy
-        raise ValueError(
-            "jax_threefry_partitionable=False gives other normals than the plan's. Expected jax's "
-            "default; remove jax.config.update('jax_threefry_partitionable', False)."
-        )
-
-
-def flax_module(value: Any) -> Any:
+def flax_module(value: PyTree) -> Any:
     """Return `flax.nnx` if the value is one of its modules, else None; never imports flax."""
     nnx = sys.modules.get("flax.nnx")
     return nnx if nnx is not None and isinstance(value, nnx.Module) else None
 
 
-def holds_equinox(value: Any) -> bool:
+def holds_equinox(value: PyTree) -> bool:
     """True if a pytree contains an Equinox module, whose Python numbers are settings."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and bool(nodes_of(value, equinox.Module))
 
 
-def nodes_of(tree: Any, kind: type) -> list[Any]:
+def nodes_of(tree: PyTree, kind: type) -> list[Any]:
     """Return the nodes of a pytree that are of this type."""
-    is_kind = lambda node: isinstance(node, kind)  # noqa: E731
-    return list(filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)))
-
-
-def is_flax_state(value: Any) -> bool:
-    """True for an `nnx.State`, whose leaves are inside variables."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.State)
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -84,7 +74,7 @@ def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
-def leaf_paths(tree: Any, separator: str = ".") -> list[tuple[str, Any]]:
+def leaf_paths(tree: PyTree, separator: str = ".") -> list[tuple[str, Any]]:
     """Return (path as text, leaf) of every leaf."""
     return [
         (jax.tree_util.keystr(variable_path(path), simple=True, separator=separator), leaf)
@@ -92,7 +82,7 @@ def leaf_paths(tree: Any, separator: str = ".") -> list[tuple[str, Any]]:
     ]
 
 
-def varying_axes(value: Any) -> frozenset[str]:
+def varying_axes(value: PyTree) -> frozenset[str]:
     """Return the `shard_map` axes over which a value differs between devices, by its type.
 
     The type records them only under `check_vma=True`, which is the default.
@@ -102,7 +92,7 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(() if axes is None else axes.varying)
 
 
-def vary(value: Any, axes: frozenset[str]) -> Any:
+def vary(value: PyTree, axes: frozenset[str]) -> Any:
     """Mark a value as varying over these axes, so that its cotangents are not summed over them.
 
     The gradient of a value that is the same on all devices is summed over the devices.
@@ -116,24 +106,24 @@ def varying_zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> A
     return vary(jnp.zeros(shape, dtype), axes)
 
 
-def type_of(value: Any) -> Any:
+def type_of(value: PyTree) -> Any:
     """Return shape, dtype and axes of a value, for `jax.eval_shape` and `make_jaxpr`."""
     return jax.eval_shape(lambda x: x, value)
 
 
-def type_of_row(rows: Any) -> Any:
+def type_of_row(rows: PyTree) -> Any:
     """Return shape, dtype and axes of one row of (n, ...)."""
     if rows.shape[0] == 0:
         return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
     return jax.eval_shape(lambda x: x[0], rows)
 
 
-def manual_axes(values: Any) -> set[str]:
+def manual_axes(values: PyTree) -> set[str]:
     """Return the names of the `shard_map` axes that enclose arrays."""
     return {name for name, _, is_manual in _mesh_axes(values) if is_manual}
 
 
-def collectives(jaxpr: Any, axes: set[str]) -> set[str]:
+def collectives(jaxpr: Jaxpr, axes: set[str]) -> set[str]:
     """Return the names of the primitives in a jaxpr that communicate over some axes."""
     found = set()
     for eqn in equations(jaxpr):
@@ -153,12 +143,12 @@ WRAPPERS = {
 }
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(jaxpr: PyTree) -> tuple[Any, Sequence[Any]]:
     """Return (open jaxpr, constants) of a closed or open jaxpr."""
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
+def scan_sizes(eqn: Equation) -> tuple[int, int]:
     """Return the numbers of constants and of carried values among the inputs of a scan."""
     if "num_consts" in eqn.params:  # until jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -166,7 +156,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def bind(eqn: Any, *values: Any) -> list[Any]:
+def bind(eqn: Equation, *values: PyTree) -> list[Any]:
     """Evaluate one equation on other values."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = ([], bound) if isinstance(bound, dict) else bound
@@ -175,18 +165,18 @@ def bind(eqn: Any, *values: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def trace(function: Callable[..., Any], *shapes: Any) -> tuple[Any, Any]:
+def trace(function: Callable[..., Any], *shapes: PyTree) -> tuple[Any, Any]:
     """Return the closed jaxpr of a function, and the structure of its result."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     return closed, jax.tree.structure(result)
 
 
-def fingerprint(jaxpr: Any) -> Hashable:
+def fingerprint(jaxpr: Jaxpr) -> Hashable:
     """Return a hashable key of an open jaxpr, equal for equal programs."""
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     numbers = {var: i for i, var in enumerate(inputs)}
 
-    def of(var: Any) -> Hashable:
+    def of(var: PyTree) -> Hashable:
         return (repr(var.val), str(var.aval)) if isinstance(var, Literal) else numbers[var]
 
     equations = []
@@ -200,7 +190,7 @@ def fingerprint(jaxpr: Any) -> Hashable:
     return types, tuple(equations), tuple(map(of, jaxpr.outvars))
 
 
-def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
+def _fingerprint_of(value: PyTree, depth: int = 0) -> Hashable:
     """Key of an equation's parameter; for functions their code and that of their closures."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         return fingerprint(open_jaxpr(value)[0])
@@ -219,13 +209,13 @@ def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
 _DEPTH = 6  # depth of functions inside functions
 
 
-def _closure_of(function: Any) -> Iterator[Any]:
+def _closure_of(function: PyTree) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents
 
 
-def compiled_quickly(jaxpr: Any) -> dict[str, bool | int] | None:
+def compiled_quickly(jaxpr: Jaxpr) -> dict[str, bool | int] | None:
     """Return compiler options of a program that runs seldom: compiling is what it costs.
 
     XLA's older way to make code for a CPU is quicker to compile; with indices narrower than 32 bits
@@ -241,7 +231,7 @@ def compiled_quickly(jaxpr: Any) -> dict[str, bool | int] | None:
     return options
 
 
-def evaluated(jaxpr: Any, consts: Any, *inputs: Any) -> list[Any]:
+def evaluated(jaxpr: Jaxpr, consts: PyTree, *inputs: PyTree) -> list[Any]:
     """Evaluate an open jaxpr."""
     return list(jax.core.eval_jaxpr(jaxpr, consts, *inputs))
 
@@ -251,45 +241,26 @@ def setting(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-@contextlib.contextmanager
-def _promotion(dtypes: str, ranks: str, users: tuple[str, str] | None) -> Iterator[None]:
-    token = _users_promotion.set(users)
-    try:
-        with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
-            yield
-    finally:
-        _users_promotion.reset(token)
-
-
 def promoting(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function to compute by jax's default promotion of dtypes and ranks.
 
-    The user may forbid it (`jax_numpy_dtype_promotion="strict"`): `as_user` is for their own code.
+    What a stricter setting of the user's accepts, it gives the same numbers.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        users = (setting("jax_numpy_dtype_promotion"), setting("jax_numpy_rank_promotion"))
-        if users == _DEFAULT_PROMOTION:
-            return function(*args, **kwargs)
-        with _promotion(*_DEFAULT_PROMOTION, users):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return function(*args, **kwargs)
 
     return call
 
 
-def as_user() -> contextlib.AbstractContextManager[None]:
-    """Context with the promotion that the user chose, for their loss."""
-    users = _users_promotion.get()
-    return contextlib.nullcontext() if users is None else _promotion(*users, None)
-
-
-def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+def inputs_in_use(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
     """Return, per input, True if the marked outputs depend on it, also through nested jaxprs."""
     return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])
 
 
-def input_behind(jaxpr: Any, var: Any) -> int | None:
+def input_behind(jaxpr: Jaxpr, var: PyTree) -> int | None:
     """Return the index of the input that a variable provably equals, through calls and loops."""
     if var in jaxpr.invars:
         return int(jaxpr.invars.index(var))
@@ -312,7 +283,7 @@ def input_behind(jaxpr: Any, var: Any) -> int | None:
     return None
 
 
-def low_precision_dtypes(jaxpr: Any) -> set[str]:
+def low_precision_dtypes(jaxpr: Jaxpr) -> set[str]:
     """Return the floating formats below float32 in a jaxpr, nested ones included."""
     floating = {dtype for dtype in dtypes_of(jaxpr) if jnp.issubdtype(dtype, jnp.floating)}
     rounding = [e.params for e in equations(jaxpr) if e.primitive.name == "reduce_precision"]
@@ -321,38 +292,38 @@ def low_precision_dtypes(jaxpr: Any) -> set[str]:
     return names | {f"{bits} bits of mantissa" for bits in few}
 
 
-def dtypes_of(jaxpr: Any) -> set[Any]:
+def dtypes_of(jaxpr: Jaxpr) -> set[Any]:
     """Return the dtypes of the inputs of a jaxpr and of all results, nested ones included."""
     variables = [*jaxpr.invars, *(var for eqn in equations(jaxpr) for var in eqn.outvars)]
     return {getattr(var.aval, "dtype", None) for var in variables} - {None}
 
 
-def multiplies_by_default(jaxpr: Any) -> bool:
+def multiplies_by_default(jaxpr: Jaxpr) -> bool:
     """True if a product of matrices leaves its precision to the device."""
     highest = (jax.lax.Precision.HIGHEST,) * 2
     products = [e for e in equations(jaxpr) if "precision" in e.params]
     return any(eqn.params["precision"] not in (highest, highest[0]) for eqn in products)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the equations of an open jaxpr, those of nested jaxprs included."""
     yield from jaxpr.eqns
     for inner in _extend.subjaxprs(jaxpr):
         yield from equations(inner)
 
 
-def jaxprs_of(eqn: Any) -> list[Any]:
+def jaxprs_of(eqn: Equation) -> list[Any]:
     """Return the open jaxprs among the parameters of an equation."""
     return list(_core.jaxprs_in_params(eqn.params))
 
 
-def primitives_of(eqn: Any) -> set[str]:
+def primitives_of(eqn: Equation) -> set[str]:
     """Return the names of an equation's primitives, those of nested jaxprs included."""
     inner = [e for jaxpr in jaxprs_of(eqn) for e in equations(jaxpr)]
     return {e.primitive.name for e in [eqn, *inner]}
 
 
-def has_own_backward(eqn: Any) -> bool:
+def has_own_backward(eqn: Equation) -> bool:
     """True if an equation contains a user's backward pass (`custom_vjp`), at any depth."""
     return any(name.startswith("custom_vjp_call") for name in primitives_of(eqn))
 
@@ -360,7 +331,7 @@ def has_own_backward(eqn: Any) -> bool:
 Map = Callable[[Callable[..., Any]], Callable[..., Any]]  # function of one example -> of all
 
 
-def mapping(convolves: Callable[[], bool], arrays: Any) -> Map:
+def mapping(convolves: Callable[[], bool], arrays: PyTree) -> Map:
     """Return the map from a function of one example to one of all: `jax.vmap` where XLA is right.
 
     `convolves` () is True if examples have kernels, or kernel gradients, of their own.
@@ -374,7 +345,7 @@ def mapping(convolves: Callable[[], bool], arrays: Any) -> Map:
 def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Map a function of one example over all by `jax.vmap`, or one by one if jax cannot."""
 
-    def each(rows: Any) -> Any:
+    def each(rows: PyTree) -> Any:
         try:
             return jax.vmap(function)(rows)
         except NotImplementedError:  # an operation without a batching rule
@@ -388,20 +359,20 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda rows: jax.lax.map(function, rows)
 
 
-def _shardings(values: Any) -> list[Any]:
+def _shardings(values: PyTree) -> list[Any]:
     """Shardings in the types of arrays; inside `jit` those of `in_shardings` are unknown."""
     leaves = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
     return [jax.typeof(leaf).sharding for leaf in leaves]
 
 
-def _mesh_axes(values: Any) -> Iterator[tuple[str, int, bool]]:
+def _mesh_axes(values: PyTree) -> Iterator[tuple[str, int, bool]]:
     """(name, size, True if of a `shard_map`) of each axis of the meshes that arrays lie on."""
     for mesh in {sharding.mesh for sharding in _shardings(values)}:
         for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True):
             yield name, size, kind is AxisType.Manual
 
 
-def spans_devices(values: Any) -> bool:
+def spans_devices(values: PyTree) -> bool:
     """True if an array is known to lie on a mesh of several devices, also inside `jit`.
 
     Axes of an enclosing `shard_map` do not count: inside it the program is that of one device.
@@ -409,7 +380,7 @@ def spans_devices(values: Any) -> bool:
     return any(size > 1 and not is_manual for _, size, is_manual in _mesh_axes(values))
 
 
-def may_span_devices(values: Any) -> bool:
+def may_span_devices(values: PyTree) -> bool:
     """True if arrays may lie on several devices once the program is compiled.
 
     Inside `jit` types do not record the shardings of `in_shardings` or of a constraint.
@@ -419,6 +390,6 @@ def may_span_devices(values: Any) -> bool:
     return spans_devices(values) or (unknown and jax.device_count() > 1)
 
 
-def is_sharded_in_type(values: Any) -> bool:
+def is_sharded_in_type(values: PyTree) -> bool:
     """True if an array's type holds its sharding, as on meshes with explicit axes."""
     return any(any(sharding.spec) for sharding in _shardings(values))

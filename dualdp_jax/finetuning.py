@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,16 @@ import numpy as np
 from dualdp import _validate
 from dualdp.finetuning import preference
 from dualdp.finetuning.rows import IGNORED
+from dualdp_jax.compat import PyTree
 from dualdp_jax.rules.arrays import widen
 
+Model = Callable[..., PyTree]
+Batch = Mapping[str, PyTree]
 #: Entries of an example that are not inputs of the model.
 _OURS = ("input_ids", "labels", "reference_log_probs")
 
 
-def sft_loss(model: Any, batch: Any) -> Any:
+def sft_loss(model: Model, batch: Batch) -> jax.Array:
     """Return one example's loss: the mean over its response tokens of -log pi(token).
 
     Args:
@@ -45,7 +48,7 @@ def sft_loss(model: Any, batch: Any) -> Any:
     return -response_tokens(model, batch, "sft_loss").means()
 
 
-def dpo_loss(model: Any, batch: Any, *, beta: float = 0.1) -> Any:
+def dpo_loss(model: Model, batch: Batch, *, beta: float = 0.1) -> jax.Array:
     """Return the loss of direct preference optimization of a pair, which is one example.
 
     Args:
@@ -66,7 +69,7 @@ def dpo_loss(model: Any, batch: Any, *, beta: float = 0.1) -> Any:
     return preference.dpo(*_log_prob_ratios(model, batch, "dpo_loss"), beta=beta, xp=jnp)
 
 
-def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Any:
+def ipo_loss(model: Model, batch: Batch, *, tau: float = 0.1) -> jax.Array:
     """Return the loss of identity preference optimization of a pair; see `dpo_loss`.
 
     `tau` > 0 is the strength of the tie to the reference model.
@@ -77,7 +80,7 @@ def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Any:
     return preference.ipo(*_log_prob_ratios(model, batch, "ipo_loss"), tau=tau, xp=jnp)
 
 
-def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0) -> Any:
+def simpo_loss(model: Model, batch: Batch, *, beta: float = 2.0, gamma: float = 1.0) -> jax.Array:
     """Return the loss of simple preference optimization of a pair, without a reference model.
 
     `beta` > 0 is the scale of the mean log-probabilities, `gamma` >= 0 the margin by which the
@@ -86,11 +89,11 @@ def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0)
     Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
     """
     beta, gamma = _validate.positive("beta", beta), _validate.non_negative("gamma", gamma)
-    means = _mean_log_probs(model, batch, "simpo_loss")
+    means = _pair(response_tokens(model, batch, "simpo_loss").means(), "simpo_loss")
     return preference.simpo(*means, beta=beta, gamma=gamma, xp=jnp)
 
 
-def orpo_loss(model: Any, batch: Any, *, weight: float = 0.1) -> Any:
+def orpo_loss(model: Model, batch: Batch, *, weight: float = 0.1) -> jax.Array:
     """Return the loss of odds ratio preference optimization of a pair, without a reference.
 
     `weight` >= 0 is that of the odds ratio beside the chosen response's own loss. See `dpo_loss`
@@ -99,11 +102,11 @@ def orpo_loss(model: Any, batch: Any, *, weight: float = 0.1) -> Any:
     Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7.
     """
     weight = _validate.non_negative("weight", weight)
-    means = _mean_log_probs(model, batch, "orpo_loss")
+    means = _pair(response_tokens(model, batch, "orpo_loss").means(), "orpo_loss")
     return preference.orpo(*means, weight=weight, xp=jnp)
 
 
-def reference_log_probs(model: Any, batch: Any, *, physical_batch_size: int = 16) -> Any:
+def reference_log_probs(model: Model, batch: Batch, *, physical_batch_size: int = 16) -> jax.Array:
     """Return the log-probability of every response under a reference model, to be kept as data.
 
     Computed once for the whole data, before training: `rows["reference_log_probs"] = ...`.
@@ -129,27 +132,26 @@ def reference_log_probs(model: Any, batch: Any, *, physical_batch_size: int = 16
         if not bool(tokens.counts.any(-1).all()):
             raise ValueError(
                 f"One of the rows from {start} on has a response of length 0: all labels that a "
-                "token predicts are -100. Expected one or more in each row; leave the row out."
+                "token predicts are -100. Leave the row out."
             )
         found.append(tokens.sums())
         again = found if start else [response_tokens(model, part, "reference_log_probs").sums()]
         if not bool((again[0] == found[0]).all()):
             raise ValueError(
-                "The reference model gave other log-probabilities when it was asked again, as one "
-                "in training mode does, with dropout. Call model.eval() before (nnx), or apply it "
-                "with deterministic=True (linen)."
+                "The reference model gave other log-probabilities when it was asked again, as with "
+                "dropout. Call model.eval() (nnx), or give deterministic=True (linen)."
             )
     return jnp.concatenate(found) if found else jnp.zeros(batch["input_ids"].shape[:-1])
 
 
-def _log_prob_ratios(model: Any, batch: Any, of: str) -> tuple[Any, Any]:
+def _log_prob_ratios(model: Model, batch: Batch, of: str) -> tuple[jax.Array, jax.Array]:
     """Return log pi(y|x) - log pi_ref(y|x) of the chosen and of the rejected response."""
     tokens = response_tokens(model, batch, of)
     reference = batch.get("reference_log_probs")
     if reference is None:
         raise ValueError(
-            f"The batch of {of} has no 'reference_log_probs'. Compute them once for all rows of "
-            "the data: reference_log_probs(reference_model, rows)."
+            f"The batch of {of} has no 'reference_log_probs'. Compute them once for all rows: "
+            "reference_log_probs(reference_model, rows)."
         )
     if reference.shape != batch["input_ids"].shape[:-1]:
         raise ValueError(
@@ -159,18 +161,12 @@ def _log_prob_ratios(model: Any, batch: Any, of: str) -> tuple[Any, Any]:
     return _pair(tokens.sums() - reference, of)
 
 
-def _mean_log_probs(model: Any, batch: Any, of: str) -> tuple[Any, Any]:
-    """Return log pi(y|x) / |y| of the chosen and of the rejected response."""
-    return _pair(response_tokens(model, batch, of).means(), of)
-
-
-def _pair(numbers: Any, of: str) -> tuple[Any, Any]:
+def _pair(numbers: jax.Array, of: str) -> tuple[jax.Array, jax.Array]:
     """(..., 2) -> (...), (...); rows that are no pairs are refused."""
     if not numbers.ndim or numbers.shape[-1] != 2:
         raise ValueError(
             f"The example of {of} has rows of shape {numbers.shape}, which are no pair. Expected "
-            "(2, t): the chosen and the rejected row as one example, from data (u, 2, t) and "
-            "without rows_per_unit."
+            "(2, t), a chosen and a rejected row, of data (u, 2, t) without rows_per_unit."
         )
     return numbers[..., 0], numbers[..., 1]
 
@@ -178,15 +174,17 @@ def _pair(numbers: Any, of: str) -> tuple[Any, Any]:
 class Tokens(NamedTuple):
     """Positions of each row that predict a token."""
 
-    log_probs: Any  # (..., s) log-probability of the token, 0 where it is not of a response
-    counts: Any  # (..., s) bool, True where the token is of a response
-    documents: Any  # (..., s) int, document of the token, or None where a row is one document
+    log_probs: jax.Array  # (..., s) log-probability of the token, 0 where it is not of a response
+    counts: jax.Array  # (..., s) bool, True where the token is of a response
+    documents: (
+        jax.Array | None
+    )  # (..., s) int, document of the token, or None where a row is one document
 
-    def sums(self) -> Any:
+    def sums(self) -> jax.Array:
         """(...) log-probability of the response."""
         return self.log_probs.sum(-1)
 
-    def means(self) -> Any:
+    def means(self) -> jax.Array:
         """(...) mean log-probability of a token; in packed rows the mean of that of documents."""
         counts = self.counts.astype(self.log_probs.dtype)
         if self.documents is None:
@@ -197,7 +195,7 @@ class Tokens(NamedTuple):
         return (self.log_probs * weights).sum(-1) / jnp.maximum(weights.sum(-1), 1)
 
 
-def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
+def response_tokens(model: Model, batch: Batch, of: str) -> Tokens:
     """Run the model on the rows of a batch or example; return its predictions of their responses.
 
     `of` is the name of the loss; see `sft_loss`.
@@ -224,7 +222,7 @@ def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
     return Tokens(jnp.where(counts, picked, 0), counts, documents)
 
 
-def _check_batch(batch: Any, of: str) -> None:
+def _check_batch(batch: Batch, of: str) -> None:
     """Refuse what is no mapping with token ids and labels of one shape."""
     expected = "Expected a mapping of arrays: input_ids, labels (-100 is none), and more inputs."
     if not isinstance(batch, Mapping):
@@ -242,20 +240,20 @@ def _check_batch(batch: Any, of: str) -> None:
         )
 
 
-def _as_rows(value: Any, front: int) -> Any:
+def _as_rows(value: PyTree, front: int) -> PyTree:
     """Array with one axis of rows in the place of the `front` first axes."""
     if not isinstance(value, jax.Array | np.ndarray):
         return value
     return jnp.asarray(value).reshape(-1, *value.shape[front:])
 
 
-def _documents(positions: Any) -> Any:
+def _documents(positions: jax.Array) -> jax.Array:
     """(..., t) position ids -> (..., t) int, the document of each token in its row."""
     starts = positions[..., 1:] != positions[..., :-1] + 1
     return jnp.cumsum(jnp.pad(starts, [(0, 0)] * (starts.ndim - 1) + [(1, 0)]), -1)
 
 
-def _logits(outputs: Any, shape: tuple[int, ...]) -> Any:
+def _logits(outputs: PyTree, shape: tuple[int, ...]) -> jax.Array:
     """Logits (rows, t, v) of the model's outputs."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits")

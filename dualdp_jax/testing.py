@@ -19,6 +19,9 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax.chunk import Rows
 from dualdp_jax.training.engine import PrivacyEngine
 
+PyTree = Any
+Array = jax.Array | np.ndarray
+LossFn = Callable[..., Any]
 _ROWS = 8  # rows of a chunk in `clipped_sum`
 
 
@@ -37,9 +40,9 @@ class EngineStep:
 
     def __init__(
         self,
-        params: Any,
-        loss_fn: Callable[..., Any],
-        data: Sequence[Any],
+        params: PyTree,
+        loss_fn: LossFn,
+        data: Sequence[Array],
         plan: PrivacyPlan,
         *,
         method: str = "auto",
@@ -58,7 +61,7 @@ class EngineStep:
         """Return the plan of one test run."""
         return make(self.plan, **sizes)
 
-    def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> Any:
+    def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> np.ndarray:
         """See `PrivateStep`: one step of a run without noise, in chunks of eight examples."""
         step, state, loader = self._exact
         indices, position = np.array(list(rows)), int(state.step)
@@ -81,7 +84,7 @@ class EngineStep:
         index = np.zeros(_ROWS, np.int64)
         data = (*(part[index] for part in self.data), np.ones(_ROWS, np.float32))
 
-        def loss_fn(params: Any, *example: Any, **key: Any) -> Any:
+        def loss_fn(params: PyTree, *example: Array, **key: Array) -> Array:
             return self.loss_fn(params, *example[:-1], **key) * example[-1]
 
         return self._private(loss_fn, self.params, data, plan)
@@ -90,7 +93,7 @@ class EngineStep:
         self,
         num_steps: int,
         *,
-        rows: Any,
+        rows: Array,
         num_canaries: int,
         expected_batch_size: float,
         seed: int | None,
@@ -107,7 +110,7 @@ class EngineStep:
         data = (*(part[index] for part in self.data), np.asarray(rows, np.int32))
         params = {"model": self.params, "canaries": jnp.zeros(num_canaries)}
 
-        def loss_fn(params: Any, *example: Any, **key: Any) -> Any:
+        def loss_fn(params: PyTree, *example: Array, **key: Array) -> Array:
             own = self.loss_fn(params["model"], *example[:-1], **key)
             return LOSS_FACTOR * own + scale * params["canaries"][example[-1]]
 
@@ -124,7 +127,7 @@ class EngineStep:
         return events_of(self._engine.accountant.history if self._engine else ())
 
     def _private(
-        self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
+        self, loss_fn: LossFn, params: PyTree, data: tuple[Array, ...], plan: PrivacyPlan
     ) -> tuple[Any, Any, Any]:
         """`make_private` with an optimizer that stores the noisy mean and updates nothing."""
         keeper = optax.GradientTransformation(
@@ -152,7 +155,7 @@ def small_step(plan: PrivacyPlan) -> EngineStep:
     }
     data = rng.normal(size=(256, 16)).astype(np.float32), rng.integers(0, 4, 256)
 
-    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    def loss_fn(params: PyTree, x: Array, y: Array) -> Array:
         return -jax.nn.log_softmax(jax.nn.relu(x @ params["first"]) @ params["second"])[y]
 
     return EngineStep(params, loss_fn, data, plan)

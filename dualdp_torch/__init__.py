@@ -45,8 +45,8 @@ from dualdp_torch.training.adam_bc import AdamBC as AdamBC
 from dualdp_torch.training.compiled_step import CompiledStep as CompiledStep
 from dualdp_torch.training.engine import PrivacyEngine as PrivacyEngine
 from dualdp_torch.training.loader import BatchMemoryManager as BatchMemoryManager
+from dualdp_torch.training.loader import Chunk as Chunk
+from dualdp_torch.training.loader import LogicalBatch as LogicalBatch
+from dualdp_torch.training.loader import OwnLoopLoader as OwnLoopLoader
 from dualdp_torch.training.loader import PlannedLoader as PlannedLoader
-from dualdp_torch.training.own_loop import Chunk as Chunk
-from dualdp_torch.training.own_loop import LogicalBatch as LogicalBatch
-from dualdp_torch.training.own_loop import OwnLoopLoader as OwnLoopLoader
 from dualdp_torch.training.step import Stages as Stages

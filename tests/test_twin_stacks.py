@@ -15,15 +15,11 @@ from dualdp_torch.per_sample.call import Options
 
 MODULE = "a module holds its parameters"
 HIDDEN = "nothing is hidden in a function"
-PLAN = "a plan's numbers by Opacus' names"
 PLACES = "where arrays lie"
 LOOK = "what a dry run looks at"
 CALL = " key trainable keep_batch_dim"
 INSIDE = " positions program origin"  # of an engine or a `Chunk`
-TRAIN = (
-    "loss_reduction grad_sample_mode others module data_loader ledger checks views augment users"
-)
-NUMBERS = "noise_multiplier max_grad_norm clipping target_epsilon target_delta on_budget"
+TRAIN = "loss_reduction grad_sample_mode module data_loader ledger checks views augment users"
 #: Function -> (reasons, arguments of PyTorch alone, of JAX alone); docs/architecture.md has more.
 DIFFERENT = {
     "PrivacyEngine.make_loader": (
@@ -32,15 +28,15 @@ DIFFERENT = {
         "data data_sharding",
     ),
     "PrivacyEngine.make_private": (
-        (MODULE, HIDDEN, PLAN, PLACES),
-        f"{TRAIN} {NUMBERS} max_physical_batch_size poisson_sampling optimizer",
-        "loss_fn params data optimizer needs_key has_aux method data_sharding plan_arguments"
+        (MODULE, HIDDEN, PLACES),
+        f"{TRAIN} calibrates optimizer",
+        "loss_fn params data optimizer needs_key has_aux method data_sharding"
         " ledger checks views augment users" + CALL,
     ),
     "PrivacyEngine.make_private_with_epsilon": (
-        (MODULE, PLAN),
-        f"{TRAIN} optimizer max_grad_norm epochs num_steps target_epsilon target_delta",
-        "data arguments target_epsilon target_delta",
+        (MODULE,),
+        "",
+        "data",
     ),
     "PrivacyEngine.resume": ((MODULE,), "data_loader augment users", "arguments"),
     "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
@@ -65,7 +61,7 @@ DIFFERENT = {
 #: Reason -> functions of one stack alone.
 ALONE = {
     "Opacus' names": "fix PrivacyEngine.compile PrivacyEngine.pause",
-    MODULE: "PrivacyEngine.model record_per_sample",
+    MODULE: "record_per_sample",
     LOOK: "PrivacyEngine.rehearse",
     "programs of the user's": "add_noise adam_bc check noise_keys compile_clipped_grad_sum",
 }

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.mechanisms import BallsInBinsGaussian, Mechanism
+from dualdp.mechanisms import BallsInBinsGaussian, Mechanism, Sampling
 
 
 class Accountant:
@@ -63,10 +63,7 @@ class Accountant:
         noise_multiplier: float,
         sample_rate: float,
         num_steps: int = 1,
-        sampler: str = "poisson",
-        num_examples: int | None = None,
-        max_batch_size: int | None = None,
-        epochs_per_assignment: int = 1,
+        **sampling: Unpack[Sampling],
     ) -> None:
         """Add `num_steps` releases of one sampler; an error leaves the history unchanged.
 
@@ -77,18 +74,10 @@ class Accountant:
             noise_multiplier: noise standard deviation / max_grad_norm, >= 0 (0 gives inf).
             sample_rate: expected batch size / number of examples.
             num_steps: number of releases.
-            sampler: name of the sampler that formed the batches; it decides the amplification.
-            num_examples: size of the data set, for `truncated_poisson`.
-            max_batch_size: largest batch, to which `truncated_poisson` truncates.
-            epochs_per_assignment: passes for which `balls_in_bins` keeps an assignment.
+            **sampling: the sampler that formed the batches, and its sizes; see `Sampling`.
         """
         event = mechanisms.event(
-            sampler=sampler,
-            noise_multiplier=noise_multiplier,
-            sample_rate=sample_rate,
-            num_examples=num_examples,
-            max_batch_size=max_batch_size,
-            epochs_per_assignment=epochs_per_assignment,
+            noise_multiplier=noise_multiplier, sample_rate=sample_rate, **sampling
         )
         self.compose(event, _validate.integer("num_steps", num_steps))
 
@@ -231,7 +220,7 @@ def as_gaussian(event: Mechanism, *, unsampled: bool = False) -> float | None:
     return None
 
 
-_TABLE: dict[str, type[Accountant]] = {}
+TABLE: dict[str, type[Accountant]] = {}
 _METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 
@@ -249,7 +238,7 @@ def create(name: str = "pld", **options: Any) -> Accountant:
     Raises:
         ValueError: no accountant has this name.
     """
-    return _TABLE[require_bound(name)](**options)
+    return TABLE[require_bound(name)](**options)
 
 
 def require_bound(name: str) -> str:
@@ -258,12 +247,12 @@ def require_bound(name: str) -> str:
     Raises:
         ValueError: no accountant has this name.
     """
-    if name == "gdp" and name not in _TABLE:
+    if name == "gdp" and name not in TABLE:
         raise ValueError(
             f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
             f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
         )
-    return _validate.choice("accountant", name, _TABLE)
+    return _validate.choice("accountant", name, TABLE)
 
 
 def register(name: str, cls: type[Accountant]) -> None:
@@ -284,11 +273,11 @@ def register(name: str, cls: type[Accountant]) -> None:
     missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
     if missing:
         raise TypeError(f"cls={cls!r} lacks {', '.join(missing)}. Expected an accountant class.")
-    if name in _TABLE:
+    if name in TABLE:
         raise ValueError(f"name={name!r} is taken. Expected another name.")
-    _TABLE[name] = cls
+    TABLE[name] = cls
 
 
 def names() -> tuple[str, ...]:
     """Names that `create` accepts, sorted."""
-    return tuple(sorted(_TABLE))
+    return tuple(sorted(TABLE))

@@ -49,7 +49,7 @@ def gaussian_log_delta(mu: float, epsilon: float) -> float:
         return first + math.log(-math.expm1(second - first)) + doubt
     if mu < 0.5:
         x = s + 0.5 * mu * (1 + _NODES)
-        difference = 0.5 * mu * float(_WEIGHTS @ _mills_slope(x))
+        difference = 0.5 * mu * float(_WEIGHTS @ mills_slope(x))
     else:
         difference = float(_mills(s) - _mills(s + mu))
     log_density = -0.5 * s * s - 0.5 * math.log(2 * math.pi)
@@ -61,7 +61,7 @@ def _mills(x: Any) -> Any:
     return math.sqrt(0.5 * math.pi) * erfcx(x * math.sqrt(0.5))
 
 
-def _mills_slope(x: Array) -> Array:
+def mills_slope(x: Array) -> Array:
     """-R'(x) = 1 - x R(x) > 0, minus the derivative of Mills' ratio."""
     series, term = np.zeros_like(x), 1 / np.maximum(x, _FAR) ** 2
     for k in range(1, 11):  # 1/x^2 - 3/x^4 + 15/x^6 - ...

@@ -110,13 +110,7 @@ def bisect_arrays(
 def check_target(target_epsilon: float, target_delta: float) -> tuple[float, float]:
     """Return the validated target; delta = 0 is refused (Gaussian noise cannot reach it)."""
     epsilon = _validate.positive("target_epsilon", target_epsilon)
-    delta = _validate.probability("target_delta", target_delta)
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"target_delta={target_delta!r} has no calibrated answer. Expected a number strictly "
-            "between 0 and 1, such as 1e-5."
-        )
-    return epsilon, delta
+    return epsilon, _validate.open_probability("target_delta", target_delta)
 
 
 def unreachable(epsilon: float, delta: float, what: str) -> AccountingError:

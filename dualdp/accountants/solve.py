@@ -7,7 +7,7 @@ Every search returns a value whose epsilon was computed and is within the target
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from dualdp import accountants
 from dualdp.accountants.base import Accountant
@@ -19,31 +19,32 @@ from dualdp.accountants.search import (
     smallest_scale,
     unreachable,
 )
+from dualdp.mechanisms import Sampling
 
 
-class Setting(TypedDict, total=False):
-    """How batches are drawn and who is protected, in all functions of this module.
+class Setting(Sampling, total=False):
+    """How batches are drawn (see `Sampling`) and who is protected, in all functions here.
 
     Keys:
-        sampler: one of `mechanisms.SAMPLERS`, `poisson` if it is left out.
         accountant: one of `accountants.names()`, `pld` if it is left out.
         neighboring_relation: `add_or_remove` (if left out), `zero_out` or `replace`.
         group_size: examples of one user, 1 if it is left out.
-        num_examples, max_batch_size: of truncated Poisson batches.
     """
 
-    sampler: str
     accountant: str
     neighboring_relation: str
     group_size: int
-    num_examples: int
-    max_batch_size: int
 
 
 def _account(
     noise_multiplier: float, sample_rate: float, num_steps: int, setting: Setting
 ) -> Accountant:
     """Return an accountant with equal steps."""
+    if unknown := sorted(set(setting) - set(Setting.__annotations__)):
+        raise TypeError(
+            f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
+            f"function's signature, or {', '.join(Setting.__annotations__)}."
+        )
     own: dict[str, Any] = dict(setting)
     about = {key: own.pop(key) for key in ("neighboring_relation", "group_size") if key in own}
     account = accountants.create(own.pop("accountant", "pld"), **about)

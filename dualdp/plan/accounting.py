@@ -171,10 +171,11 @@ class Cost:
         self._check_sampler()
         if self.is_correlated:
             self._check_correlation()
-        if self.is_patterned and self.num_steps is None:
+        if self.is_patterned and (self.num_steps is None or self.is_adaptive):
             raise ValueError(
-                "num_steps is None, but a run with correlated noise or fixed batches is accounted "
-                "as a whole. Expected a number of steps."
+                f"num_steps={self.num_steps} and max_grad_norm={self.max_grad_norm!r:.60} came for "
+                "correlated noise or fixed batches, a run that is accounted as a whole. Expected a "
+                "number of steps, and a bound that does not adapt."
             )
         sizes = self.noise_multiplier, self.expected_batch_size
         has_end = self.num_steps is not None or all(isinstance(v, Constant) for v in sizes)
@@ -183,21 +184,13 @@ class Cost:
                 "target_epsilon came with a schedule and num_steps=None, so that the last step is "
                 "not known. Expected num_steps= or epochs=."
             )
-        if self.is_adaptive and self.is_patterned:
-            raise ValueError(
-                f"max_grad_norm is an AdaptiveNorm with sampler={self.sampler!r}. Expected a "
-                "number: the counts that it releases are not accounted together with such a run."
-            )
         epochs = self.epochs_per_assignment
-        if epochs is not None and self.sampler != "balls_in_bins":
+        is_kept = self.is_correlated and (epochs or 1) < self.kept_epochs
+        if epochs is not None and (self.sampler != "balls_in_bins" or is_kept):
             raise ValueError(
                 f"epochs_per_assignment={epochs} with sampler={self.sampler!r}. Expected it with "
-                "sampler='balls_in_bins'."
-            )
-        if epochs is not None and self.is_correlated and epochs < self.kept_epochs:
-            raise ValueError(
-                f"epochs_per_assignment={epochs} with a correlation, for which an assignment is "
-                "kept for all epochs. Expected None."
+                "sampler='balls_in_bins' only, where with a correlation an assignment is kept for "
+                "all epochs."
             )
 
     def _check_sampler(self) -> None:

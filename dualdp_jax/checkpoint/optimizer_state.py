@@ -12,16 +12,16 @@ import numpy as np
 import optax
 
 from dualdp.porting import optimizer_state
-from dualdp_jax.compat import leaf_paths
+from dualdp_jax.compat import PyTree, leaf_paths
 from dualdp_jax.training.adam_bc import adam_bc
 
 
-def to_named(state: Any) -> dict[str, np.ndarray]:
+def to_named(state: PyTree) -> dict[str, np.ndarray]:
     """Return a mapping from path, joined by "/", to array, for every leaf of an optax state."""
     return {path: np.asarray(leaf) for path, leaf in leaf_paths(state, "/")}
 
 
-def from_named(like: Any, arrays: Mapping[str, Any]) -> Any:
+def from_named(like: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
     """Return a state like that of optax's `init` with the values of `to_named`, in its dtypes."""
     new = [jnp.asarray(arrays[path], leaf.dtype) for path, leaf in leaf_paths(like, "/")]
     return jax.tree.unflatten(jax.tree.structure(like), new)
@@ -33,41 +33,17 @@ def like_torch(kind: str, options: Mapping[str, Any]) -> optax.GradientTransform
     `kind` is its class, and `options` are its settings, as in a group of `param_groups`.
     """
     optimizer_state.check(optimizer_state.TorchState(kind, {}, {"the parameters": options}))
-    return _OPTIMIZERS[kind](options)
-
-
-def _sgd(o: Mapping[str, Any]) -> optax.GradientTransformation:
-    """SGD; dampening scales the input of the trace (except at torch's first step)."""
-    entering = 1 - o["dampening"]
-    nesterov, momentum = o["nesterov"], o["momentum"]
-    stages = [optax.add_decayed_weights(o["weight_decay"])] if o["weight_decay"] else []
-    stages += [optax.scale(entering)] if momentum and entering != 1 else []
-    stages += [optax.trace(momentum, nesterov)] if momentum else []
-    return optax.chain(*stages, optax.scale_by_learning_rate(o["lr"]))
-
-
-def _adam(o: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Adam; weight decay is added to the gradient, or for decoupled decay see `_adamw`."""
-    adam = optax.adam(o["lr"], *o["betas"], eps=o["eps"])
-    if not o["weight_decay"] or o.get("decoupled_weight_decay"):
-        return adam if not o["weight_decay"] else _adamw(o)
-    return optax.chain(optax.add_decayed_weights(o["weight_decay"]), adam)
-
-
-def _adamw(o: Mapping[str, Any]) -> optax.GradientTransformation:
-    """AdamW; torch and optax both multiply the decay by the learning rate."""
-    return optax.adamw(o["lr"], *o["betas"], eps=o["eps"], weight_decay=o["weight_decay"])
-
-
-def _adam_bc(o: Mapping[str, Any]) -> optax.GradientTransformation:
-    """AdamBC, which is the same formula on both sides."""
-    settings = {name: o[name] for name in ("floor", "eps", "weight_decay")}
-    return adam_bc(o["lr"], *o["betas"], **settings)
-
-
-_OPTIMIZERS: Mapping[str, Any] = {
-    "SGD": _sgd,
-    "Adam": _adam,
-    "AdamW": _adamw,
-    "AdamBC": _adam_bc,
-}
+    lr, decay = options["lr"], options["weight_decay"]
+    if kind == "SGD":  # dampening scales the input of the trace (except at torch's first step)
+        entering, momentum = 1 - options["dampening"], options["momentum"]
+        stages = [optax.add_decayed_weights(decay)] if decay else []
+        stages += [optax.scale(entering)] if momentum and entering != 1 else []
+        stages += [optax.trace(momentum, options["nesterov"])] if momentum else []
+        return optax.chain(*stages, optax.scale_by_learning_rate(lr))
+    betas, eps = options["betas"], options["eps"]
+    if kind == "AdamBC":
+        return adam_bc(lr, *betas, floor=options["floor"], eps=eps, weight_decay=decay)
+    if kind == "AdamW" or (decay and options.get("decoupled_weight_decay")):
+        return optax.adamw(lr, *betas, eps=eps, weight_decay=decay)
+    adam = optax.adam(lr, *betas, eps=eps)
+    return optax.chain(optax.add_decayed_weights(decay), adam) if decay else adam

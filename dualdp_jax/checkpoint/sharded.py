@@ -16,7 +16,7 @@ import numpy as np
 
 from dualdp import checkpoint
 from dualdp.checkpoint import PathLike, RunDocument
-from dualdp_jax.checkpoint.run_state import (
+from dualdp_jax.checkpoint.single_file import (
     check_fits,
     check_like,
     check_saved,
@@ -53,7 +53,9 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
     check_saved(state, engine)
-    ocp, arrays, group = _orbax(), named_arrays(state), engine.group
+    import orbax.checkpoint as ocp
+
+    arrays, group = named_arrays(state), engine.group
 
     def describe() -> tuple[int, RunDocument]:
         checkpoint.make_folder(folder)
@@ -120,26 +122,15 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     checkpoint.write(path, arrays, moved)
 
 
-def _orbax() -> Any:
-    """Import Orbax, which only sharded checkpoints need."""
-    try:
-        import orbax.checkpoint as ocp
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Sharded checkpoints need the package orbax-checkpoint, which is not installed. Run "
-            "pip install orbax-checkpoint, or use save_checkpoint."
-        ) from error
-    return ocp
-
-
 def _document(folder: PathLike) -> tuple[int, RunDocument]:
     """Number and document of the newest checkpoint of a folder, the same on all processes."""
+    import orbax.checkpoint as ocp
+
     group = Group.current()
     newest = on_first(
         group, "the newest checkpoint", lambda: max(checkpoint.numbers(folder), default=0)
     )
     checkpoint.require_numbered(folder, newest)
-    ocp = _orbax()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         parts = ocp.args.Composite(run=ocp.args.JsonRestore())
         document = reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"]
@@ -149,9 +140,9 @@ def _document(folder: PathLike) -> tuple[int, RunDocument]:
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays for None."""
-    ocp = _orbax()
+    import orbax.checkpoint as ocp
 
-    def how(leaf: Any) -> Any:
+    def how(leaf: jax.Array | np.ndarray | None) -> ocp.RestoreArgs:
         if isinstance(leaf, jax.Array):
             return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
         return ocp.RestoreArgs(restore_type=np.ndarray)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,10 +22,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
-from dualdp import _validate
+from dualdp_jax.compat import PyTree
 from dualdp_jax.parallel.process_group import Group
 
+Array = jax.Array | NDArray[Any]
 Axes = tuple[str, ...]
 
 
@@ -37,23 +40,14 @@ class DataMesh:
     group: Group | None  # `Group` of the processes that the mesh spans; None for one process
 
     @classmethod
-    def of(cls, sharding: Any) -> DataMesh:
+    def of(cls, sharding: PyTree) -> DataMesh:
         """Return the data_mesh for the sharding of a batch."""
-        if not isinstance(sharding, NamedSharding):
-            raise TypeError(
-                f"data_sharding is {_validate.kind(sharding)}. Expected where the examples of a "
-                'batch go, such as NamedSharding(mesh, PartitionSpec("data")).'
-            )
-        if any(entry is not None for entry in sharding.spec[1:]):
+        spec = tuple(getattr(sharding, "spec", ()))
+        axes = _names(spec[0]) if len(spec) else ()
+        if not axes or any(entry is not None for entry in spec[1:]):
             raise ValueError(
-                f"data_sharding has the spec {sharding.spec}. Expected one that splits axis 0, the "
-                'examples, and nothing else, such as PartitionSpec("data").'
-            )
-        axes = _names(sharding.spec[0]) if len(sharding.spec) else ()
-        if not axes:
-            raise ValueError(
-                f"data_sharding has the spec {sharding.spec}, which splits no examples. Expected "
-                'one with a data axis, such as PartitionSpec("data"); the axis may have size 1.'
+                f"data_sharding is {sharding!r}. Expected one that splits axis 0, the examples, "
+                'and nothing else, such as NamedSharding(mesh, PartitionSpec("data")).'
             )
         mesh: Any = sharding.mesh  # with automatic axes, which XLA's partitioner handles
         if any(kind is not AxisType.Auto for kind in mesh.axis_types):
@@ -69,48 +63,48 @@ class DataMesh:
     def _num_shards(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
 
-    def sharding(self, *spec: Any) -> NamedSharding:
+    def sharding(self, *spec: str | Axes | None) -> NamedSharding:
         """Return a sharding on the mesh."""
         return NamedSharding(self.mesh, P(*spec))
 
-    def rows(self, array: Any, at: Any = None) -> jax.Array:
+    def rows(self, array: Array, at: NDArray[np.int64] | None = None) -> jax.Array:
         """Return rows of an array, split over the data axes; a process reads only its own shards.
 
         `at` (rows,) holds the indices of the rows; None for all in order.
         """
         at = np.arange(len(array)) if at is None else at
-        read: dict[tuple[Any, ...], Any] = {}
 
-        def shard(index: Any) -> Any:
-            part = index[0].start, index[0].stop
-            if part not in read:
-                read[part] = np.asarray(array[at[index[0]]])
-            return read[part]
+        @cache  # once for all devices that hold a shard
+        def read(start: int | None, stop: int | None) -> NDArray[Any]:
+            return np.asarray(array[at[start:stop]])
+
+        def shard(index: PyTree) -> NDArray[Any]:
+            return read(index[0].start, index[0].stop)
 
         shape = (len(at), *array.shape[1:])
         return jax.make_array_from_callback(shape, self.sharding(self.axes), shard)
 
-    def placed(self, name: str, leaf: Any) -> Any:
+    def placed(self, name: str, leaf: PyTree) -> PyTree:
         """Return a model or optimizer array on the mesh, with the user's sharding or replicated."""
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
             return leaf
         given = getattr(leaf, "sharding", None)
         if given is None or len(given.device_set) == 1:
             return self._on_all(leaf)
-        is_on_mesh = (  # whatever the types of the axes
-            isinstance(given, NamedSharding)
-            and given.mesh.axis_names == self.mesh.axis_names
-            and np.array_equal(given.mesh.devices, self.mesh.devices)
-        )
-        if not is_on_mesh:
+        mesh = getattr(given, "mesh", None)  # whatever the types of its axes
+        own = self.mesh
+        if (
+            mesh is None
+            or mesh.axis_names != own.axis_names
+            or not np.array_equal(mesh.devices, own.devices)
+        ):
             raise ValueError(
-                f"{name} lies on {given}, and the batch on a mesh of {dict(self.mesh.shape)}. "
-                "Expected both on one mesh, such as jax.device_put(params, NamedSharding(mesh, "
-                "PartitionSpec()))."
+                f"{name} lies on {given}, and the batch on a mesh of {dict(own.shape)}. Expected "
+                "both on one mesh: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."
             )
-        return jax.device_put(leaf, given.update(mesh=self.mesh))
+        return jax.device_put(leaf, given.update(mesh=own))
 
-    def _on_all(self, leaf: Any) -> jax.Array:
+    def _on_all(self, leaf: PyTree) -> jax.Array:
         """Array or key of this process, replicated on all devices of the mesh."""
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = self._on_all(jax.random.key_data(leaf))
@@ -118,37 +112,35 @@ class DataMesh:
         array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, self.sharding(), lambda _: array)
 
-    def state(self, state: Any) -> Any:
+    def state(self, state: PyTree) -> PyTree:
         """Return the state with every array `placed`."""
 
-        def place(path: Any, leaf: Any) -> Any:
+        def place(path: tuple[object, ...], leaf: PyTree) -> PyTree:
             return self.placed(jax.tree_util.keystr(path), leaf)
 
-        return state._replace(
-            params=jax.tree_util.tree_map_with_path(place, state.params),
-            opt_state=jax.tree_util.tree_map_with_path(place, state.opt_state),
-        )
+        params, opt_state = jax.tree_util.tree_map_with_path(place, tuple(state[:2]))
+        return state._replace(params=params, opt_state=opt_state)
 
-    def others(self, arrays: Sequence[Any]) -> list[Any]:
+    def others(self, arrays: Sequence[PyTree]) -> list[PyTree]:
         """Return arrays of the model that are not trained, on the mesh."""
         return [self.placed("params", leaf) for leaf in arrays]
 
-    def model(self, parameters: Any) -> Any:
+    def model(self, parameters: PyTree) -> PyTree:
         """Return the model with its arrays on the mesh."""
         named = zip(parameters.names, parameters.trained, strict=True)
         trained = [self.placed(f"params[{name!r}]", leaf) for name, leaf in named]
         return replace(parameters, trained=trained, others=self.others(parameters.others))
 
-    def spread(self, function: Callable[..., Any], like: Sequence[Any]) -> Callable[..., Any]:
+    def spread(self, function: Callable[..., PyTree], like: PyTree) -> Callable[..., PyTree]:
         """Extend a function of the rows of one shard to all rows.
 
-        It maps (trained, others, rows, key, bound) to (sums, numbers, values per example): a sum
-        for each leaf of `like`, with its sharding, and a pytree of scalars. Of global arrays, sums
-        and numbers have a leading axis of unreduced shards.
+        It maps (arrays of the model, rows, key, bound) to (sums, numbers, values per example): a
+        sum for each leaf of `like`, with its sharding, and a pytree of scalars. Of global arrays,
+        sums and numbers have a leading axis of unreduced shards.
         """
         splits = [self._split(leaf) for leaf in like]
 
-        def one_shard(*arguments: Any) -> Any:
+        def one_shard(*arguments: PyTree) -> PyTree:
             sums, numbers, each = function(*arguments)
             sums = [_scattered(x, own) for x, (own, _) in zip(sums, splits, strict=True)]
             return *jax.tree.map(lambda x: x[None], (sums, numbers)), each
@@ -157,18 +149,18 @@ class DataMesh:
         return self.each(one_shard, like, out_specs=(sums, P(self.axes), P(self.axes)))
 
     def each(
-        self, function: Callable[..., Any], like: Sequence[Any], out_specs: Any = None
-    ) -> Callable[..., Any]:
-        """Extend a function of the rows of one shard, its third argument, to all rows.
+        self, function: Callable[..., PyTree], like: PyTree, out_specs: PyTree = None
+    ) -> Callable[..., PyTree]:
+        """Extend a function of the rows of one shard, its second argument, to all rows.
 
         `out_specs` are the specs of results that are not values per example.
         """
 
-        def all_shards(*arguments: Any) -> Any:
+        def all_shards(*arguments: PyTree) -> PyTree:
             return jax.shard_map(
                 function,
                 mesh=self.mesh,
-                in_specs=tuple(P(self.axes) if i == 2 else P() for i in range(len(arguments))),
+                in_specs=tuple(P(self.axes) if i == 1 else P() for i in range(len(arguments))),
                 out_specs=P(self.axes) if out_specs is None else out_specs,
                 axis_names=self._manual(like),
                 check_vma=False,  # with it the loss would have to mark values that vary by shard
@@ -176,27 +168,18 @@ class DataMesh:
 
         return all_shards
 
-    def parts(self, like: Sequence[Any]) -> tuple[list[NamedSharding], NamedSharding]:
-        """Return the shardings of the sums and the numbers of `spread`."""
-        rests = [self._split(leaf)[1] or None for leaf in like]
-        sums = [self.sharding(r, *x.sharding.spec) for r, x in zip(rests, like, strict=True)]
-        return sums, self.sharding(self.axes)
-
-    def zeros(self, like: Sequence[Any], numbers: Any) -> tuple[list[Any], Any]:
+    def zeros(self, like: PyTree, numbers: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return zeros like the sums and numbers of `spread`."""
+        sums = []
+        for leaf in like:
+            rest = self._split(leaf)[1]
+            shape = (self._num_shards(rest), *leaf.shape)
+            place = self.sharding(rest or None, *leaf.sharding.spec)
+            sums.append(jnp.zeros(shape, jnp.result_type(jnp.float32, leaf.dtype), device=place))
+        place = self.sharding(self.axes)
+        return sums, [jnp.zeros(self.num_shards, x.dtype, device=place) for x in numbers]
 
-        def sum_of(leaf: Any) -> Any:
-            shape = (self._num_shards(self._split(leaf)[1]), *leaf.shape)
-            return jnp.zeros(shape, jnp.result_type(jnp.float32, leaf.dtype))
-
-        def made() -> Any:
-            scalars = jax.tree.map(lambda x: jnp.zeros(self.num_shards, x.dtype), numbers)
-            return [sum_of(leaf) for leaf in like], scalars
-
-        found: tuple[list[Any], Any] = jax.jit(made, out_shardings=self.parts(like))()
-        return found
-
-    def _manual(self, like: Sequence[Any]) -> set[str]:
+    def _manual(self, like: PyTree) -> set[str]:
         """Axes of the `shard_map`: the data axes, and all axes that split no parameter.
 
         The fewer axes XLA's partitioner handles, the closer the program is to that of one device.
@@ -204,7 +187,7 @@ class DataMesh:
         split = {name for leaf in like for entry in leaf.sharding.spec for name in _names(entry)}
         return set(self.axes) | (set(self.mesh.axis_names) - split)
 
-    def _split(self, leaf: Any) -> tuple[list[Axes | None], Axes]:
+    def _split(self, leaf: PyTree) -> tuple[list[Axes | None], Axes]:
         """Data axes that split each axis of a leaf, and the data axes that split none."""
         spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
         own = [tuple(a for a in _names(entry) if a in self.axes) or None for entry in spec]
@@ -212,7 +195,9 @@ class DataMesh:
         return own, tuple(name for name in self.axes if name not in used)
 
 
-def data_mesh_of(data_sharding: Any, parameters: Any = None) -> DataMesh | None:
+def data_mesh_of(
+    data_sharding: jax.sharding.Sharding | None, parameters: PyTree = None
+) -> DataMesh | None:
     """Return the data_mesh of a run, or None for one device."""
     if data_sharding is not None:
         return DataMesh.of(data_sharding)
@@ -225,26 +210,26 @@ def data_mesh_of(data_sharding: Any, parameters: Any = None) -> DataMesh | None:
     return None
 
 
-def whole(array: Any) -> np.ndarray:
+def whole(array: PyTree) -> np.ndarray:
     """Return an array as NumPy on each process, also if sharded; all processes must call this."""
     if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def shardings(tree: Any) -> Any:
+def shardings(tree: PyTree) -> PyTree:
     """Return the sharding of every leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _names(entry: Any) -> Axes:
+def _names(entry: str | Axes | None) -> Axes:
     """Mesh axes in one entry of a spec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _scattered(total: Any, own: Sequence[Axes | None]) -> Any:
+def _scattered(total: jax.Array, own: Sequence[Axes | None]) -> jax.Array:
     """Reduce-scatter a sum over the data axes that split its leaf."""
     for axis, names in enumerate(own):
         if names is not None:

@@ -13,13 +13,13 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_POINT, _LENGTH, _INLINE = 8, 8, 240  # bytes of a message: hash of point, length, its start
+_WORD = 8  # bytes of a hash, and of a length
 #: Prefixes of XLA's errors for a broken connection; some are raised as ValueError.
 _LOST = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ class Group:
         return cls() if jax.process_count() > 1 else None
 
     @classmethod
-    def of(cls, devices: Iterable[Any]) -> Group | None:
+    def of(cls, devices: Iterable[jax.Device]) -> Group | None:
         """Return the group of the processes that own these devices; None if it is one process."""
         owners = {device.process_index for device in devices}
         if len(owners) == 1:
@@ -62,29 +62,27 @@ class Group:
     def gather(self, point: str, value: Result) -> list[Result]:
         """Return the value of every process, by rank; all must pass the same `point`.
 
-        `value` is anything that can be pickled; more than 240 bytes of it take a second exchange.
+        `value` is anything that can be pickled.
 
         Raises:
             RuntimeError: a process is elsewhere, or is lost.
         """
         body = pickle.dumps(value)
-        head = _digest(point)[:_POINT] + len(body).to_bytes(_LENGTH, "little") + body[:_INLINE]
         with self.collective(point):
-            heads = _exchanged(head, _POINT + _LENGTH + _INLINE)
-            if len({head[:_POINT] for head in heads}) > 1:
+            head = _digest(point)[:_WORD] + len(body).to_bytes(_WORD, "little")
+            heads = _exchanged(head, 2 * _WORD)
+            if len({head[:_WORD] for head in heads}) > 1:
                 names = [name.rstrip(b"\0").decode() for name in _exchanged(point.encode(), 128)]
                 other = next(rank for rank, name in enumerate(names) if name != names[0])
                 raise RuntimeError(
                     f"Process 0 is at {names[0]} and process {other} at {names[other]}. Expected "
                     "every process to do the same: the same number of batches, and each call of "
-                    "this library on all of them (make_private, save_checkpoint, load_checkpoint, "
-                    "resume)."
+                    "this library on all of them (make_private, save_checkpoint, resume)."
                 )
-            lengths = [int.from_bytes(head[_POINT : _POINT + _LENGTH], "little") for head in heads]
-            bodies = [head[_POINT + _LENGTH :] for head in heads]
-            if max(lengths) > _INLINE:  # a power of two, so that few lengths are compiled
-                bodies = _exchanged(body, 1 << (max(lengths) - 1).bit_length())
-        return [pickle.loads(found[:n]) for found, n in zip(bodies, lengths, strict=True)]
+            lengths = [int.from_bytes(head[_WORD:], "little") for head in heads]
+            # A power of two, so that few lengths are compiled.
+            bodies = _exchanged(body, 1 << max(lengths).bit_length())
+        return [pickle.loads(found) for found in bodies]  # which end before their padding
 
     def on_first(self, point: str, call: Callable[[], Result]) -> Result:
         """Call on process 0 alone; return its result, or raise its error, on every process."""
@@ -101,25 +99,25 @@ class Group:
         return found  # type: ignore[return-value]  # process 0 has a result where it has no error
 
     def require_same(
-        self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
+        self,
+        what: str,
+        value: object,
+        hint: str = "Start them alike.",
+        *,
+        shown: bool = True,
     ) -> None:
         """Refuse, on every process, plain JSON data that are not the same on all.
 
         The error names the first field that differs, and prints no values from private data
         (`shown=False`).
         """
-        point = f"the comparison of {what}"
-        if len(set(self.gather(point, _digest(json.dumps(value, sort_keys=True))))) == 1:
-            return
-        values = self.gather(point, value)  # long, so sent only if the digests differ
+        values = self.gather(f"the comparison of {what}", value)
         for rank, theirs in enumerate(values):
-            if theirs != values[0]:
+            if json.dumps(theirs, sort_keys=True) != json.dumps(values[0], sort_keys=True):
                 field, ours, other = _difference(values[0], theirs, what)
-                says = (
-                    f"is {ours!r} on process 0 and {other!r}"
-                    if shown
-                    else "differs on process 0 and"
-                )
+                says = "differs on process 0 and"
+                if shown:
+                    says = f"is {ours!r} on process 0 and {other!r}"
                 raise ValueError(
                     f"The processes disagree: {field} {says} on process {rank}. Expected the "
                     f"same on all {self.size}. {hint}"
@@ -133,11 +131,10 @@ class Group:
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if not _LOST.match(str(error)):
                 raise
-            reason = str(error).splitlines()[0]
+            reason, *_ = str(error).splitlines()
             raise RuntimeError(
                 f"Process {self.rank} of {self.size} lost another process at {point} "
-                f"({reason}). This step can't be finished: end all processes and start them "
-                "again from the last checkpoint (load_checkpoint)."
+                f"({reason}). End all processes, and start them again from the last checkpoint."
             ) from error
 
 
@@ -146,7 +143,7 @@ def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Res
     return call() if group is None else group.on_first(point, call)
 
 
-def _difference(ours: Any, theirs: Any, name: str) -> tuple[str, Any, Any]:
+def _difference(ours: object, theirs: object, name: str) -> tuple[str, object, object]:
     """Name of the first field in which two JSON values differ, and both values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:

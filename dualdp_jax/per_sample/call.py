@@ -131,6 +131,12 @@ def build(
     key, positions = options.key, options.positions
     parameters = what if isinstance(what, Parameters) else split(what, options.trainable)
     arrays, num_rows, rebuild = split_batch(batch)
+    if compat.is_sharded_in_type((arrays, parameters.trained)):
+        raise UnsupportedLayerError(
+            "The arrays are spread over a mesh with explicit axes, for which every operation would "
+            "have to name its sharding. Expected a mesh of automatic axes: jax.make_mesh(shape, "
+            "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+        )
     if positions is None:  # else the engine's, which looked at all of the data
         refuse_unsplit_numbers(batch, num_rows)
         positions = jnp.arange(num_rows, dtype=jnp.uint32)
@@ -149,8 +155,7 @@ def build(
 
     def of_one(model: PyTree, *arguments: PyTree, **kwargs: Any) -> Any:
         try:
-            with compat.as_user():
-                return loss_fn(model, *arguments, **kwargs)
+            return loss_fn(model, *arguments, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
             if type(error) not in (TypeError, ValueError, IndexError):
                 raise

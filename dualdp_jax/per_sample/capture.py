@@ -88,17 +88,6 @@ class CapturedUse(NamedTuple):
         return self._each(self.use.rule.weighted_sum, factors)
 
 
-class Capture(NamedTuple):
-    """Parameter uses of a batch, with the arrays that their rules need."""
-
-    losses: Array  # (n,)
-    aux: PyTree  # (n, ...), stacked over the examples, or None
-    uses: list[CapturedUse]  # in program order
-    #: mapping from parameter index to its per-sample gradient (n, *shape) over all uses without
-    #: a rule.
-    kept: dict[int, Array]
-
-
 class Analysis(NamedTuple):
     """Parameter uses of the loss of one example, from types alone."""
 
@@ -146,8 +135,13 @@ def analyzed(call: Call) -> Call:
     return call._replace(analysis=found)
 
 
-def capture(call: Call, rows: Row) -> Capture:
-    """Run forward and backward over a batch, and record the arrays that the rules need."""
+def capture(call: Call, rows: Row) -> tuple[Array, PyTree, list[CapturedUse], dict[int, Array]]:
+    """Run forward and backward over a batch, and record the arrays that the rules need.
+
+    Returns:
+        (n,) losses; aux, stacked over the examples; the uses in program order; and by parameter
+        index its per-sample gradient (n, *shape) over all uses without a rule.
+    """
     trained = call.parameters.trained
     found: Analysis = analyzed(call).analysis
     zeros = [compat.varying_zeros(*use.result) for use in found.uses]
@@ -166,7 +160,7 @@ def capture(call: Call, rows: Row) -> Capture:
 
     each = compat.mapping(lambda: found.convolves, (rows, trained))
     losses, aux, operands, cotangents, kept = each(one)(rows)
-    return Capture(losses, aux, list(map(CapturedUse, found.uses, operands, cotangents)), kept)
+    return losses, aux, list(map(CapturedUse, found.uses, operands, cotangents)), kept
 
 
 def _forward(call: Call, program: Program, scope: Scope, row: Row) -> tuple[Array, PyTree]:

@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
         uses = [
             CapturedUse(use.use, *own) for use, own in zip(self.uses[index], arrays, strict=True)
         ]
-        return _gradients(self.trained, uses)[index]
+        return _gradients(self.trained, uses, {})[index]
 
     def weighted_sum(self, index: int, factors: Array) -> Array:
         """Return the sum (*shape) of a leaf's gradients, each times its factor (n,)."""
@@ -119,10 +119,8 @@ def captured(keeps: Keeps, call: Call, rows: Row) -> Gradients:
     numbers = unformed_uses(every, kept, keeps)
     uses = {index: [every[number] for number in own] for index, own in numbers.items()}
     spared = {number for own in numbers.values() for number in own}
-    total = {index: widen(grads) for index, grads in kept.items()}
     formed = [use for number, use in enumerate(every) if number not in spared]
-    for index, part in _gradients(call.parameters.trained, formed).items():
-        total[index] = total[index] + part if index in total else part
+    total = _gradients(call.parameters.trained, formed, kept)
     return Gradients(call.parameters.trained, losses, aux, total, uses, every)
 
 
@@ -142,9 +140,11 @@ def unformed_uses(
     return {i: own for i, own in numbers.items() if is_spared(i, [uses[k] for k in own])}
 
 
-def _gradients(trained: list[Array], uses: Sequence[CapturedUse]) -> dict[int, Array]:
-    """Per-sample gradients (n, *shape) by parameter index, summed over the uses, wide."""
-    total: dict[int, Array] = {}
+def _gradients(
+    trained: list[Array], uses: Sequence[CapturedUse], others: dict[int, Array]
+) -> dict[int, Array]:
+    """Wide per-sample gradients (n, *shape) by parameter index, of the uses and the others."""
+    total = {index: widen(grads) for index, grads in others.items()}
     for use in uses:
         for index, part in jax.vmap(partial(use.use.pull, trained))(use.grads()).items():
             total[index] = total[index] + widen(part) if index in total else widen(part)
@@ -162,12 +162,11 @@ def second_pass(call: Call, rows: Row, clip: Clip, factors: dict[str, Array]) ->
     each = compat.mapping(
         lambda: analyzed(call).analysis.convolves, (rows, call.parameters.trained)
     )
-    sums = list(call.parameters.trained)
+    sums: dict[int, Array] = {}
     for group, factor in factors.items():
         members = [i for i, own in enumerate(clip.groups) if own == group]
-        for i, total in zip(members, reweighted(call, rows, factor, members, each), strict=True):
-            sums[i] = total
-    return sums
+        sums |= zip(members, reweighted(call, rows, factor, members, each), strict=True)
+    return [sums[i] for i in range(len(sums))]
 
 
 def check_second_pass(call: Call, rows: Row) -> None:

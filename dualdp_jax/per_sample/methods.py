@@ -98,12 +98,6 @@ def prepared(call: Call) -> Call:
     which XLA's partitioner loses most (found in jax 0.10.2; a test watches it).
     """
     method, arrays = call.options.method, (call.rows, call.parameters.trained)
-    if compat.is_sharded_in_type(arrays):
-        raise UnsupportedLayerError(
-            "The arrays are spread over a mesh with explicit axes, for which every operation would "
-            "have to name its sharding. Expected a mesh of automatic axes: jax.make_mesh(shape, "
-            "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
-        )
     if method == "loop" or call.num_examples == 0:
         return call
     call = call.traced() if method == "auto" else call

@@ -16,6 +16,7 @@ import numpy as np
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
+from dualdp_jax.chunk import Frame, is_array
 
 PyTree = Any
 KeyPath = tuple[Any, ...]
@@ -124,14 +125,12 @@ class ModuleParameters(Parameters):
         """
         others = [_folded(leaf, position) if _is_key(leaf) else leaf for leaf in held[1]]
         leaves, treedef = jax.tree.flatten(super().whole(held[0], others))
-        given, given_tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in given if _is_array(leaf)]
+        frame, arrays = Frame((args, kwargs)), jax.tree.leaves((args, kwargs))
+        arrays = list(filter(is_array, arrays))
 
         def run(leaves: list[PyTree], arrays: list[Array]) -> tuple[Any, tuple[PyTree, PyTree]]:
             copy = self.nnx.merge(self.graphdef, *jax.tree.unflatten(treedef, leaves))
-            filled = iter(arrays)
-            own = [next(filled) if _is_array(leaf) else leaf for leaf in given]
-            args, kwargs = jax.tree.unflatten(given_tree, own)
+            args, kwargs = frame.rebuild(arrays)
             result = loss_fn(copy, *args, **kwargs)
             filters = self.nnx.Param, self.nnx.RngState, self.nnx.Intermediate
             _, params, _, _, rest = self.nnx.split(copy, *filters, ...)

@@ -9,7 +9,6 @@ large, or that overflows or is nan, is replaced by the norm of that one example'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,20 +84,24 @@ def within_error(
     The errors of a group are allowed if they are within the margin together; otherwise those
     estimates fail whose error is more than an equal share.
     """
-    finite = partial(jnp.nan_to_num, nan=0, posinf=0)
     errors = {i: e.errors for i, e in enumerate(estimates) if e.errors is not None}
     fine = {}
     for group in dict.fromkeys(accuracy.groups[i] for i in errors):
         members = [i for i, own in enumerate(accuracy.groups) if own == group]
         some = [i for i in members if i in errors]
-        sq_norm = total([finite(estimates[i].sq_norms) for i in members])
-        error = total([finite(errors[i]) for i in some])
+        sq_norm = total([_finite(estimates[i].sq_norms) for i in members])
+        error = total([_finite(errors[i]) for i in some])
         floor = jnp.asarray(accuracy.floors[some[0]], sq_norm.dtype)
         allowed = jnp.maximum(accuracy.margin * sq_norm, jnp.square(accuracy.margin / 2 * floor))
         for i in some:
             known = jnp.isfinite(estimates[i].sq_norms) & jnp.isfinite(errors[i])
             fine[i] = known & ((error <= allowed) | (errors[i] * len(some) <= allowed))
     return fine if mask is None else {i: good | ~mask for i, good in fine.items()}
+
+
+def _finite(values: Array) -> Array:
+    """Values with 0 in the place of nan and inf."""
+    return jnp.where(jnp.isfinite(values), values, 0)
 
 
 def _by_forming(known: Sequence[tuple[Estimate, Array]]) -> list[Array]:

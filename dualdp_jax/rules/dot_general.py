@@ -18,6 +18,7 @@ from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, of_lengths
 
 Array = jax.Array
+Params = Mapping[str, Any]  # of an equation
 
 
 class _Axes(NamedTuple):
@@ -28,7 +29,7 @@ class _Axes(NamedTuple):
     free: tuple[int, ...]
 
 
-def _axes(params: Mapping[str, Any], side: int, ndim: int) -> _Axes:
+def _axes(params: Params, side: int, ndim: int) -> _Axes:
     contract, batch = (pair[side] for pair in params["dimension_numbers"])
     free = tuple(axis for axis in range(ndim) if axis not in (*contract, *batch))
     return _Axes(tuple(batch), tuple(contract), free)
@@ -127,7 +128,7 @@ def outer_products(
     return (acts, grads) if axes.contract == (0,) else (grads, acts)
 
 
-def accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
+def accepts(params: Params, position: int, shapes: Sequence[jax.core.AbstractValue]) -> bool:
     """True: any dimension numbers, the weight on either side."""
     return True
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from dualdp import adam
-from dualdp_jax.compat import nodes_of
+from dualdp_jax.compat import PyTree, nodes_of
 from dualdp_jax.rules.arrays import widen
 
 _D = adam.DEFAULTS
@@ -25,20 +25,20 @@ class AdamBCState(NamedTuple):
         nu_corrected: pytree like the parameters, average of their squares without the noise.
     """
 
-    count: Any
-    mu: Any
-    nu_corrected: Any
+    count: PyTree
+    mu: PyTree
+    nu_corrected: PyTree
 
 
 def adam_bc(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: float = _D["b1"],
     b2: float = _D["b2"],
     *,
     floor: float = _D["floor"],
     eps: float = _D["eps"],
     weight_decay: float = _D["weight_decay"],
-    mask: Any = None,
+    mask: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return AdamW with DP bias correction of the second moment.
 
@@ -86,33 +86,38 @@ def adam_bc(
     )
 
 
-def _scale_by_adam_bc(settings: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
+def _scale_by_adam_bc(settings: dict[str, float]) -> optax.GradientTransformationExtraArgs:
     """Transformation of noisy means to directions."""
 
-    def init(params: Any) -> AdamBCState:
+    def init(params: PyTree) -> AdamBCState:
         mu, nu = (jax.tree.map(lambda p: jnp.zeros_like(widen(p)), params) for _ in range(2))
         return AdamBCState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
-        grads: Any,
+        grads: PyTree,
         state: AdamBCState,
-        params: Any = None,
+        params: PyTree = None,
         *,
-        noise_stddev: Any = None,
-        noisy_mean: Any = None,
-        **_: Any,
-    ) -> tuple[Any, AdamBCState]:
+        noise_stddev: jax.Array | float | None = None,
+        noisy_mean: PyTree = None,
+        **_: object,
+    ) -> tuple[PyTree, AdamBCState]:
         if noise_stddev is None:
             raise TypeError(
-                "adam_bc came without noise_stddev, the noise that it takes out. Expected the "
-                "optimizer of make_private, whose engine passes it, and what wraps it to pass it "
-                "on (MultiSteps does not); or in a loop of your own update(grads, state, params, "
-                "noise_stddev=plan.noise_stddev(t) / plan.expected_batch_size_at(t))"
+                "adam_bc came without noise_stddev. Expected the optimizer of make_private, and "
+                "what wraps it to pass it on (MultiSteps does not); or in a loop of your own "
+                "update(grads, state, params, noise_stddev=plan.noise_stddev(t) / "
+                "plan.expected_batch_size_at(t))"
             )
-        _require_noisy_mean(grads, noisy_mean)
+        known = [*map(id, jax.tree.leaves(noisy_mean))]  # leaves of the engine's mean themselves
+        if known and any(id(leaf) not in known for leaf in jax.tree.leaves(grads)):
+            raise ValueError(
+                "adam_bc got gradients that another transformation has changed, so that their "
+                "noise is unknown. Expected it first in the chain: what comes before it behind it."
+            )
         count = optax.safe_increment(state.count)
 
-        def updated(grad: Any, mu: Any, nu: Any) -> Any:
+        def updated(grad: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
             grad = widen(grad)
             stddev = jnp.asarray(noise_stddev, grad.dtype)
             return adam.adam_bc(grad, mu, nu, count, stddev, **settings, xp=jnp)
@@ -126,19 +131,6 @@ def _scale_by_adam_bc(settings: dict[str, Any]) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _require_noisy_mean(grads: Any, noisy_mean: Any) -> None:
-    """Refuse gradients that are not leaves of the engine's noisy mean themselves."""
-    if noisy_mean is None:
-        return
-    known = {id(leaf) for leaf in jax.tree.leaves(noisy_mean)}
-    if any(id(leaf) not in known for leaf in jax.tree.leaves(grads)):
-        raise ValueError(
-            "adam_bc got gradients that another transformation has changed, and whose noise is "
-            "therefore unknown. Expected it first in the chain: leave out what comes before it, "
-            "such as clip_by_global_norm, or put it behind."
-        )
-
-
-def is_in(opt_state: Any) -> bool:
+def is_in(opt_state: PyTree) -> bool:
     """Return True if an optimizer's state holds that of an `adam_bc`."""
     return bool(nodes_of(opt_state, AdamBCState))

@@ -1,85 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a loss and an optimizer before a run begins, by tracing them with one example."""
+"""Checks before a run begins: loss and optimizer are traced, and all processes compared."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp import adam
+from dualdp import _validate, adam
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units import UserRows, rows_of_data
+from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_jax import compat
+from dualdp_jax.compat import PyTree
+from dualdp_jax.noise.noise import Array
+from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.rules.arrays import widen
-from dualdp_jax.training.loader import examples_of
-from dualdp_jax.training.step import CompiledStep, Rows, TrainState
-from dualdp_jax.training.views import check_augment
+from dualdp_jax.training.loader import Rows, examples_of
+from dualdp_jax.training.step import Arrays, Augment, CompiledStep, TrainState
+
+_ROWS = 16  # rows of the data that are compared
+_NO_BATCH = (
+    "The engine clips and adds the noise: instead of optax.contrib.dpsgd or "
+    "differentially_private_aggregate, which take axis 0 for a batch, expected a plain optimizer, "
+    "such as optax.sgd(0.1)."
+)
 
 
-def arguments_of(data: Any, loss_fn: Callable[..., Any], needs_key: bool) -> tuple[Any, ...]:
-    """Return the data as arguments of the loss after the parameters.
-
-    A list is one argument, unless the loss takes its parts as arguments and not the whole list.
-    """
-    examples = examples_of(data)
-    if isinstance(data, list) and not _takes(loss_fn, examples, needs_key):
-        if _takes(loss_fn, tuple(data), needs_key):
-            return tuple(data)
-    return examples
-
-
-def rows_of(data: Any, users: Any, augment: Any = None) -> UserRows | None:
+def rows_of(data: PyTree, users: PyTree, augment: object = None) -> UserRows | None:
     """Return the rows of each user of the data; None for None."""
     if users is not None and augment is not None:
         raise ValueError(
-            "users and augment= came together, and a unit is the rows of a user or the views of a "
-            "row. Expected one of the two; needs_key=True gives loss_fn a key for each row."
+            "users and augment= came together. Expected one of the two: a unit is the rows of a "
+            "user or the views of a row."
         )
     return rows_of_data(users, split_batch(examples_of(data))[1])
 
 
-def num_units(data: Any, rows: UserRows | None) -> int:
+def num_units(data: PyTree, rows: UserRows | None) -> int:
     """Return the number of users, or that of rows."""
     return split_batch(examples_of(data))[1] if rows is None else rows.num_users
 
 
-def _takes(loss_fn: Callable[..., Any], examples: tuple[Any, ...], needs_key: bool) -> bool:
-    """True if a loss can be called with the parameters and these arguments, by its signature."""
-    try:
-        inspect.signature(loss_fn).bind(None, *examples, **({"key": None} if needs_key else {}))
-    except (TypeError, ValueError):  # other arguments, or no signature
-        return False
-    return True
-
-
-def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
+def check_loss(run: CompiledStep, examples: tuple[PyTree, ...]) -> None:
     """Trace the loss of one example, to refuse an unsuitable one, or too many rows for keys."""
-    _check_key_argument(run.loss_fn, run.needs_key, examples)
-    users, k = run.plan.num_examples, run.rows_of_each
-    if users * k > 2**32:
+    units, k = run.plan.num_examples, run.rows_of_each
+    if units * k * run.views > 2**32:
         raise ValueError(
-            f"rows_per_unit={k} of {users} users are more than the 2^32 keys of a step. Expected "
-            f"at most {2**32 // users}."
+            f"{k * run.views} rows or views of {units} units are more than the 2^32 keys of a "
+            "step. Expected fewer."
         )
-    leaves, _, rebuild = split_batch(examples)
-    kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct((k, *x.shape[1:]), kind(x.dtype)) for x in leaves]
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (k, *leaf.shape[1:]),
+            jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
+        )
+        for leaf in split_batch(examples)[0]
+    ]
     index, key = (jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((1,), (2,)))
-    weights = jax.ShapeDtypeStruct((k,), run.parameters.dtype) if run.has_weights else None
+    weights = jax.ShapeDtypeStruct((k,), run.dtype) if k > 1 else None
 
-    def loss(trained: list[Any], others: list[Any], rows: Any, key: Any) -> Any:
+    def loss(model: Arrays, rows: Rows, key: Array) -> Array:
         if run.augment is not None:
-            check_augment(run.augment, rebuild([x[0] for x in rows.arrays]), compat.wrap_key(key))
-        return run.call(trained, others, rows, key).rows[1]
+            example = run.rebuild([leaf[0] for leaf in rows.arrays])
+            check_augment(run.augment, example, compat.wrap_key(key))
+        return run.call(model, rows, key).rows[1]
 
-    parameters = run.parameters
     rows = Rows(shapes, None, index, weights)
-    jax.eval_shape(loss, parameters.trained, parameters.others, rows, key)
+    jax.eval_shape(loss, (run.parameters.trained, run.parameters.others), rows, key)
     if run.data_mesh is not None:
         run.program = None  # that of a shard is traced inside of the shard_map
 
@@ -94,96 +88,145 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
             another structure, shape or kind of dtype than the parameters.
         ValueError: the update of some leaves is the same whatever the gradients are.
     """
-    like, (trained, _) = run.parameters.like, run.parameters.arrays(state.params)
-    extra: dict[str, Any] = {}
+    like, names = run.parameters.like, run.parameters.names
+    trained, _ = run.parameters.arrays(state.params)
     if run.takes_noise:
         adam.require_independent(run.plan)
-        extra = {"noise_stddev": jax.ShapeDtypeStruct((), run.parameters.dtype)}
-    given = like(trained)
+    params, stddev = like(trained), jax.ShapeDtypeStruct((), run.dtype)
     grads = like([jax.ShapeDtypeStruct(x.shape, widen(x).dtype) for x in trained])
 
-    def twice(grads: Any, opt_state: Any, params: Any, **extra: Any) -> Any:
-        updates, opt_state = run.update(grads[0], opt_state, params, **extra)
-        _require_alike(updates, params, run.parameters.names)
-        return run.update(grads[1], opt_state, params, **extra)[0]
+    def twice(grads: PyTree, opt_state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = run.update(grads[0], opt_state, *rest)
+        return updates, run.update(grads[1], opt_state, *rest)[0]
 
     try:
-        jaxpr = jax.make_jaxpr(twice)((grads, grads), state.opt_state, given, **extra).jaxpr
-    except _NotAlike as error:
-        raise TypeError(str(error)) from None
+        traced = jax.make_jaxpr(twice, return_shape=True)
+        closed, (updates, _) = traced((grads, grads), state.opt_state, params, stddev)
     except Exception as error:
-        said = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
-            f"optimizer.update failed on the noisy gradients, its state and params: {said}. "
-            "Expected an optimizer that needs no more; one that evaluates the loss, such as "
-            f"L-BFGS, would look at the data again. {_NO_BATCH}"
+            "optimizer.update failed on the noisy gradients, its state and params: "
+            f"{compat.first_line(error)}. Expected an optimizer that needs no more; one that "
+            f"evaluates the loss, as L-BFGS, would look at the data again. {_NO_BATCH}"
         ) from error
-    num_grads = 2 * len(trained)
-    free = [
-        name
-        for k, name in enumerate(run.parameters.names)
-        if not any(_inputs_of(jaxpr, k)[:num_grads])
-    ]
-    # An optimizer that changes nothing at all, and only keeps what it gets, trains no leaf less.
-    if 0 < len(free) < len(trained):
-        raise ValueError(
-            f"The optimizer's update of {free} is the same whatever the gradients are, as with "
-            "optax.set_to_zero, and their gradients would still enter the clipping, which leaves "
-            "less of what is trained. Expected trainable= (a pytree of bools) with False there, "
-            "and the optimizer of the others."
-        )
-
-
-_NO_BATCH = (
-    "The engine clips and adds the noise: instead of optax.contrib.dpsgd or "
-    "differentially_private_aggregate, which take axis 0 for a batch, expected a plain optimizer, "
-    "such as optax.sgd(0.1)."
-)
-
-
-class _NotAlike(Exception):
-    """Updates that are not like the parameters."""
-
-
-def _require_alike(updates: Any, params: Any, names: list[str]) -> None:
-    """Raise unless updates have structure, shapes and kinds of dtypes of the parameters."""
     found, expected = map(str, map(jax.tree.structure, (updates, params)))
     if found != expected:
-        raise _NotAlike(
+        raise TypeError(
             f"The optimizer's updates have the structure {found}, and the trained parameters "
             f"{expected}. Expected an update for each of them. {_NO_BATCH}"
         )
-    leaves = zip(names, jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-    for name, update, leaf in leaves:
+    for name, update, leaf in zip(names, jax.tree.leaves(updates), trained, strict=True):
         if update.shape != leaf.shape or not jnp.issubdtype(update.dtype, jnp.floating):
-            raise _NotAlike(
-                f"The optimizer's update of {name!r} is {update.dtype}{list(update.shape)}, and "
-                f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected updates of the shapes of "
-                f"the parameters. {_NO_BATCH}"
-            )
-
-
-def _inputs_of(jaxpr: Any, output: int) -> list[bool]:
-    """For each input of a jaxpr, whether one output depends on it."""
-    return compat.inputs_in_use(jaxpr, [k == output for k in range(len(jaxpr.outvars))])
-
-
-def _check_key_argument(
-    loss_fn: Callable[..., Any], needs_key: bool, examples: tuple[Any, ...]
-) -> None:
-    """Refuse a `loss_fn` whose argument `key` does not match `needs_key`."""
-    try:
-        signature = inspect.signature(loss_fn)
-        given = signature.bind_partial(None, *examples).arguments
-    except (TypeError, ValueError):  # no signature, or another number of arguments
-        return
-    wanted = signature.parameters.get("key")
-    if wanted is None:
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        if needs_key and not takes_any:
             raise TypeError(
-                "needs_key=True, but loss_fn takes no key. Expected loss_fn(params, *example, key)."
+                f"The optimizer's update of {name!r} is {update.dtype}{list(update.shape)}, and "
+                f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected the same. {_NO_BATCH}"
             )
-    elif not needs_key and wanted.default is wanted.empty and "key" not in given:
-        if wanted.kind in (wanted.POSITIONAL_OR_KEYWORD, wanted.KEYWORD_ONLY):
-            raise TypeError("loss_fn takes key, which nothing gives. Pass needs_key=True.")
+    count = len(trained)  # of the outputs the second `count` are the later updates
+    used = [
+        compat.inputs_in_use(closed.jaxpr, [i == count + k for i in range(2 * count)])
+        for k in range(count)
+    ]
+    free = [name for name, own in zip(names, used, strict=True) if not any(own[: 2 * count])]
+    # An optimizer that changes nothing at all, and only keeps what it gets, trains no leaf less.
+    if 0 < len(free) < count:
+        raise ValueError(
+            f"The optimizer's update of {free} is the same whatever the gradients are, as with "
+            "optax.set_to_zero, and their gradients would still enter the clipping. Expected "
+            "trainable= (a pytree of bools) with False there, and the optimizer of the others."
+        )
+
+
+def check_views(views: int, augment: Augment | None) -> int:
+    """Return the validated number of views."""
+    views = _validate.integer("views", views, minimum=1)
+    if augment is None and views > 1 or not (augment is None or callable(augment)):
+        raise TypeError(
+            f"views={views} came with augment={augment!r}. Expected augment=, a function (example, "
+            "key) -> one view, without which all views would be equal."
+        )
+    return views
+
+
+def check_augment(augment: Augment, example: tuple[PyTree, ...], key: jax.Array) -> None:
+    """Call `augment` on one example, while it is traced, to refuse an unsuitable one."""
+    expected = "Expected a function (example, key) -> one view, such a tuple, written with jax."
+    try:
+        view = augment(example, key)
+    except Exception as error:
+        raise TypeError(
+            f"augment failed for one example, a tuple of {len(example)}, without a batch axis: "
+            f"{compat.first_line(error)}. {expected}"
+        ) from error
+    if not isinstance(view, tuple) or len(view) != len(example):
+        raise TypeError(
+            f"augment returned {_validate.kind(view)} for an example that is a tuple of "
+            f"{len(example)}. {expected}"
+        )
+
+
+def agreed(
+    group: Group | None,
+    plan: PrivacyPlan,
+    accountant: str | None,
+    examples: tuple[PyTree, ...],
+    users: UserRows | None,
+) -> SegmentBits:
+    """Return the bits of a segment's batches; of several processes the same on all.
+
+    Processes with another plan or other data are refused: one example could be in two shards.
+    """
+    bits = SegmentBits(plan.seed)
+    if group is None:
+        return bits
+    hint = "Give all of them one plan, or the same arguments."
+    group.require_same("the plan", {**json.loads(plan.to_json()), "engine": accountant}, hint)
+    arrays = [leaf for leaf in jax.tree.leaves(examples) if hasattr(leaf, "shape")]
+    group.require_same("the arrays of the data", list(map(_kind, arrays)))
+    of_users = None if users is None else _sha256([users.starts, users.order])
+    group.require_same("users", of_users, "Give all of them the same users=.", shown=False)
+    secret, chosen = group.on_first("the first words", lambda: (bits.secret, fresh_bits(8 * _ROWS)))
+    rows = np.frombuffer(chosen, np.uint64) % np.uint64(len(arrays[0]))
+    samples = [_sha256([array[rows.astype(np.int64)]]) for array in arrays]
+    hint = "Give all of them the whole data; each reads the rows of its devices only."
+    what = f"the data, of which {_ROWS} rows were compared"
+    group.require_same(what, samples, hint, shown=False)
+    return SegmentBits(plan.seed, secret)
+
+
+def check_run(group: Group, run: CompiledStep, state: TrainState) -> None:
+    """Refuse processes that would train different models, or from other numbers."""
+    assert run.data_mesh is not None
+    leaves: Any = run.parameters.trained
+    trained = zip(run.parameters.names, leaves, strict=True)
+    group.require_same("the run", {
+        "parameters": {name: [*_kind(leaf), str(leaf.sharding.spec)] for name, leaf in trained},
+        "optimizer": list(map(_kind, jax.tree.leaves(state.opt_state))),
+        "mesh": [str(run.data_mesh.mesh.shape), run.data_mesh.axes],
+        "method": run.method,
+        "needs_key": run.needs_key,
+        "has_aux": run.has_aux,
+        "keep_batch_dim": run.keep_batch_dim,
+        "views": run.views,
+        "step": state.step,
+    })  # fmt: skip
+    whole = [
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if isinstance(leaf, jax.Array)
+        and leaf.is_fully_replicated
+        and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
+    hint = "Build the model from one seed on all of them, or load one checkpoint."
+    group.require_same("the first state", _sha256(whole), hint, shown=False)
+
+
+def _kind(array: Array) -> list[object]:
+    """Dtype and shape as plain data."""
+    return [str(getattr(array, "dtype", type(array))), list(np.shape(array))]
+
+
+def _sha256(arrays: Sequence[Array]) -> str:
+    """SHA-256 of the shapes, dtypes and bytes of some arrays, in hex."""
+    state = hashlib.sha256(repr(list(map(_kind, arrays))).encode())
+    for array in arrays:
+        state.update(np.asarray(array, order="C").tobytes())
+    return state.hexdigest()

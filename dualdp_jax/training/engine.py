@@ -21,40 +21,38 @@ from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Ledger, Release
 from dualdp.plan.arguments import KNOWN, NO_RUN, SECOND_RUN, names_delta, plan_of
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows
 from dualdp.randomness import noise_bits
 from dualdp_jax import compat
 from dualdp_jax.chunk import Chunk
-from dualdp_jax.noise.noise import Noise, NoiseSource
-from dualdp_jax.parallel.mesh import data_mesh_of, shardings
+from dualdp_jax.compat import PyTree
+from dualdp_jax.noise.noise import NoiseSource
+from dualdp_jax.parallel.mesh import DataMesh, data_mesh_of
 from dualdp_jax.parallel.process_group import Group, on_first
-from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
-from dualdp_jax.training import adam_bc
+from dualdp_jax.per_sample.parameters import split
 from dualdp_jax.training.arguments import (
-    arguments_of,
+    agreed,
     check_loss,
     check_optimizer,
+    check_run,
+    check_views,
     num_units,
     rows_of,
 )
 from dualdp_jax.training.loader import PlannedLoader, examples_of
-from dualdp_jax.training.rank_consistency import agreed, check_run
 from dualdp_jax.training.step import (
+    Augment,
     CompiledStep,
-    ComputedStep,
     Stages,
+    Summed,
     Totals,
     TrainState,
-    check_step,
+    check,
     continued,
     first_state,
-    warn_of_older,
 )
-from dualdp_jax.training.step_checks import StepChecks
-from dualdp_jax.training.views import check_views
 
 Path = str | os.PathLike[str]
-Metrics = dict[str, Any]
+Metrics = dict[str, PyTree]
 _NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
 Step = Callable[[TrainState, Chunk], tuple[TrainState, Metrics]]
 
@@ -66,16 +64,6 @@ class Loaded(NamedTuple):
     open_ledger: Callable[[bool], Ledger]  # with True the noise is such that all steps fit
     pass_end: int  # step that ends the pass in which it was saved
     saved: Mapping[str, Any]  # what it says of the step, see `PrivacyEngine.step_saved`
-
-
-class Released(NamedTuple):
-    """The last release, for `stages`."""
-
-    params: Any
-    batch: Chunk
-    dropout: Any
-    release: Release
-    noise: Noise
 
 
 class PrivacyEngine:
@@ -111,13 +99,10 @@ class PrivacyEngine:
         self._is_detached = False
         self._loaded: Loaded | None = None
         self._loader: PlannedLoader | None = None
-        self._source: NoiseSource | None = None  # of the steps of `make_private`
         self._run: CompiledStep | None = None  # None if the step is the user's own
-        self._checks: StepChecks | None = None
         self._rate = 0.0  # share of checked steps
         self._is_checked = False  # a check passed since the start or the last failure
-        self._last: Released | None = None
-        self._returned: int | None = None  # step of the state that was returned last
+        self._last: Callable[..., Stages] | None = None  # of the last step
 
     @classmethod
     def loaded(cls, loaded: Loaded, group: Group | None) -> PrivacyEngine:
@@ -131,20 +116,20 @@ class PrivacyEngine:
     def make_private(
         self,
         *,
-        loss_fn: Callable[..., Any],
-        params: Any,
+        loss_fn: Callable[..., PyTree],
+        params: PyTree,
         optimizer: optax.GradientTransformation,
-        data: Any,
+        data: PyTree,
         plan: PrivacyPlan | None = None,
         needs_key: bool = False,
         has_aux: bool = False,
-        trainable: Any = None,
+        trainable: PyTree = None,
         keep_batch_dim: bool = False,
         views: int = 1,
-        augment: Callable[..., Any] | None = None,
-        users: Any = None,
+        augment: Augment | None = None,
+        users: PyTree = None,
         method: str = "auto",
-        data_sharding: Any = None,
+        data_sharding: jax.sharding.Sharding | None = None,
         ledger: Path | None = None,
         checks: float | None = None,
         **plan_arguments: Any,
@@ -156,8 +141,8 @@ class PrivacyEngine:
                 is called with `key=`, one key per (plan, step, example).
             params: pytree of parameters, or an `nnx.Module`, which is not changed.
             optimizer: optax transformation, applied to the noisy mean.
-            data: tuple of arrays (arguments of the loss after params), examples on axis 0; a list
-                is one argument, unless `loss_fn` takes as many as it holds.
+            data: tuple or list of arrays (arguments of the loss after params), examples on axis 0;
+                anything else is one argument.
             plan: `PrivacyPlan`; None to make one of `plan_arguments`.
             needs_key: bool, True if `loss_fn` takes `key=`.
             has_aux: bool, True if `loss_fn` returns (loss, aux).
@@ -196,66 +181,65 @@ class PrivacyEngine:
         Raises:
             AccountingError: the engine has a run already.
             TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
-                `needs_key` does not say so, or the other way round; `augment` is no such function;
-                the optimizer's updates are not like the parameters.
+                `needs_key` does not say so, or the other way round; `augment` is no such function,
+                or is missing; the optimizer's updates are not like the parameters.
             ValueError: arguments beside a plan that holds them, or that contradict each other;
-                views without augment; no id of a user for each row; leaves that the optimizer
+                no id of a user for each row; leaves that the optimizer
                 freezes.
 
         Guarantees:
             `loss_fn` is traced with one example before the ledger is opened.
                 [test_a_mistake_is_refused_by_its_fix]
         """
-        self._refuse_a_second_run()
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn is {_validate.kind(loss_fn)}. Expected a function (params, *example) -> "
-                "loss of one example."
-            )
         if checks is None and self._loaded is not None:
             checks = self._loaded.saved.get("checks")
-        rate, parameters = exactness.checked_rate(checks), _trained(params, trainable)
+        rate, parameters = exactness.checked_rate(checks), split(params, trainable)
+        if not parameters.trained:
+            kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
+            raise ValueError(
+                f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
+                "a floating JAX or NumPy array, such as what init of a model returns."
+            )
         mesh = data_mesh_of(data_sharding, parameters)
-        group = None if mesh is None else mesh.group
-        rows = rows_of(data, users, augment)
-        plan = self._plan_of(plan, data, rows, plan_arguments)
+        loader = self._planned(data, plan, plan_arguments, mesh, users, augment)
         parameters = parameters if mesh is None else mesh.model(parameters)
-        examples = arguments_of(data, loss_fn, needs_key)
-        views = check_views(views, augment, plan.num_examples)
-        loader = self._planned(examples, plan, mesh, rows, group)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
-            _refuse_another_step(self._loaded.saved, views, parameters.names)
+            was = set(self._loaded.saved["trained"] or parameters.names)
+            if was != set(parameters.names):
+                raise ValueError(
+                    f"The leaves {sorted(was ^ set(parameters.names))} are trained either here or "
+                    "in the checkpoint's run. Expected trainable= as in its make_private."
+                )
             state = continued(self._loaded.state, state)
         state = state if mesh is None else mesh.state(state)
         run = CompiledStep(
-            plan=plan,
+            plan=loader.plan,
             parameters=parameters,
             loss_fn=loss_fn,
             optimizer=optimizer,
+            opt_state=state.opt_state,
+            rebuild=loader.origin.rebuild,
             needs_key=bool(needs_key),
             has_aux=bool(has_aux),
             keep_batch_dim=bool(keep_batch_dim),
             method=method,
-            rebuild=loader.origin.rebuild,
             augment=augment,
-            views=views,
+            views=check_views(views, augment),
             data_mesh=mesh,
-            opt_shardings=None if mesh is None else shardings(state.opt_state),
-            takes_noise=adam_bc.is_in(state.opt_state),
         )
-        check_loss(run, examples)
+        check_loss(run, examples_of(data))
         check_optimizer(run, state)
-        if group is not None:
-            check_run(group, run, state)
-        self._begin(loader, ledger, group)
-        self._source = NoiseSource(plan)
-        self._run, self._checks, self._rate = run, StepChecks(run), rate
+        if self._group is not None:
+            check_run(self._group, run, state)
+        source = NoiseSource(loader.plan)
+        self._begin(loader, ledger)
+        self._run, self._rate = run, rate
         self.ledger.note(checks=rate)
-        return self._step, state, loader
+        return partial(self._step, run, loader, source), state, loader
 
     def make_private_with_epsilon(
-        self, *, target_epsilon: float, target_delta: float, data: Any, **arguments: Any
+        self, *, target_epsilon: float, target_delta: float, data: PyTree, **arguments: Any
     ) -> tuple[Step, TrainState, PlannedLoader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
@@ -270,7 +254,6 @@ class PrivacyEngine:
             TypeError: an argument that nobody knows, or that is missing.
             ValueError: one that contradicts these, or neither or both of num_steps and epochs.
         """
-        self._refuse_a_second_run()
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
         rows = rows_of(data, arguments.get("users"), arguments.get("augment"))
@@ -318,10 +301,10 @@ class PrivacyEngine:
     def make_loader(
         self,
         *,
-        data: Any,
+        data: PyTree,
         plan: PrivacyPlan | None = None,
-        data_sharding: Any = None,
-        users: Any = None,
+        data_sharding: jax.sharding.Sharding | None = None,
+        users: PyTree = None,
         ledger: Path | None = None,
         **plan_arguments: Any,
     ) -> PlannedLoader:
@@ -331,142 +314,116 @@ class PrivacyEngine:
         release, and `noisy_mean` or `add_noise(plan)` for its noise. The arguments are those of
         `make_private`.
         """
-        self._refuse_a_second_run()
-        mesh = data_mesh_of(data_sharding)
-        group = None if mesh is None else mesh.group
-        rows = rows_of(data, users)
-        plan = self._plan_of(plan, data, rows, plan_arguments)
-        loader = self._planned(examples_of(data), plan, mesh, rows, group)
-        self._begin(loader, ledger, group)
-        loop = own_loops.open_loop(plan, self.ledger)
-        loop.source = NoiseSource(plan, self.ledger.segments[-1].noise_scale)
-        loader.origin.loop = loop
+        loader = self._planned(data, plan, plan_arguments, data_mesh_of(data_sharding), users)
+        self._begin(loader, ledger)
+        loader.origin.loop = loop = own_loops.open_loop(loader.plan, self.ledger)
+        loop.source = NoiseSource(loader.plan, self.ledger.segments[-1].noise_scale)
         loader.handed_out.begun = self.ledger.position
         return loader
 
-    def _plan_of(
-        self, plan: PrivacyPlan | None, data: Any, rows: UserRows | None, given: Mapping[str, Any]
-    ) -> PrivacyPlan:
-        """Plan given, made of the arguments, or loaded."""
+    def _planned(
+        self,
+        data: PyTree,
+        plan: PrivacyPlan | None,
+        given: Mapping[str, Any],
+        mesh: DataMesh | None,
+        users: PyTree,
+        augment: Augment | None = None,
+    ) -> PlannedLoader:
+        """Loader of a run, with bits of its segment that are the same on all processes."""
+        if self._loader is not None:
+            raise AccountingError(SECOND_RUN)
+        rows, examples = rows_of(data, users, augment), examples_of(data)
         if self._loaded is None:
             self._names_delta = names_delta(plan, given)
-            return plan_of(
+            plan = plan_of(
                 plan,
                 given,
                 num_examples=num_units(data, rows),
                 accountant=self._accountant,
                 secure_mode=self._secure_mode,
             )
-        if plan is not None or given:
+        elif plan is not None or given:
             raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
                 "which holds its plan. Expected none of it."
             )
-        return self.plan
+        else:
+            plan = self.plan
+        self._group = None if mesh is None else mesh.group
+        bits = agreed(self._group, plan, self._accountant, examples, rows)
+        return PlannedLoader(examples, plan, bits, self._running, mesh, self.pass_end, rows)
 
-    def _planned(
-        self,
-        examples: tuple[Any, ...],
-        plan: PrivacyPlan,
-        mesh: Any,
-        rows: UserRows | None,
-        group: Group | None,
-    ) -> PlannedLoader:
-        """Loader of a run, with bits of its segment that are the same on all processes."""
-        if plan.noise != "secure":
-            compat.check_counter_layout()
-        bits = agreed(group, plan, self._accountant, examples, rows)
-        return PlannedLoader(
-            examples, plan, bits, self._span, self._bound, mesh, self.pass_end, rows
-        )
-
-    def _refuse_a_second_run(self) -> None:
-        if self._loader is not None:
-            raise AccountingError(SECOND_RUN)
-
-    def _begin(self, loader: PlannedLoader, path: Path | None, group: Group | None) -> None:
+    def _begin(self, loader: PlannedLoader, path: Path | None) -> None:
         """Open the ledger of a run, unless it was loaded; process 0 has the file."""
         if self._ledger is None:
-            opened = list[Ledger]()
-            plan = loader.plan
-            on_first(group, "the ledger", lambda: opened.append(Ledger(plan, path)))
-            self._ledger = opened[0] if opened else Ledger(plan)
-        self._loader, self._group = loader, group
-
-    def _span(self) -> tuple[int, int | None]:
-        """Next step, and the first step that the loader must not draw."""
-        ledger = self._running()
-        end = ledger.end if ledger.plan.on_budget == "stop" else ledger.plan.num_steps
-        return ledger.position, end
-
-    def _bound(self, step: int) -> float:
-        """C of a step; of an adaptive bound that of the next one."""
-        ledger = self.ledger
-        return ledger.max_grad_norm if self.plan.is_adaptive else self.plan.max_grad_norm_at(step)
+            opened, new = list[Ledger](), partial(Ledger, loader.plan)
+            on_first(self._group, "the ledger", lambda: opened.append(new(path)))
+            self._ledger = opened[0] if opened else new()
+        self._loader = loader
 
     @compat.promoting
-    def _step(self, state: TrainState, batch: Chunk) -> tuple[TrainState, Metrics]:
+    def _step(
+        self,
+        run: CompiledStep,
+        loader: PlannedLoader,
+        source: NoiseSource,
+        state: TrainState,
+        batch: Chunk,
+    ) -> tuple[TrainState, Metrics]:
         """Perform one release: sum, check, record, draw bits, add noise, update.
 
         Raises:
             ExactnessError: the spot check of this step failed. Nothing of it was recorded or
                 released, and the same batch may be tried again.
         """
-        run, loader, ledger = self._attached(), self._loader, self._ledger
-        assert loader is not None
-        assert ledger is not None
-        assert self._source is not None
-        check_step(loader, state, batch)
-        step = int(batch.step)
+        _check_step(loader, state, batch)
+        ledger, step = self._running(), int(batch.step)
         if step != ledger.position:
             ledger.require(step)  # raises
-        if self._returned is not None and state.step < self._returned:
-            warn_of_older(state, self._returned)
         with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
             dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
+            bound = ledger.max_grad_norm
             due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
             while True:
                 try:
-                    computed = run.computed(state.params, batch, dropout, ledger.max_grad_norm)
+                    summed = run.total(run.inputs(state.params, batch, dropout, bound))
                 except UnsupportedLayerError:
-                    if not self._falls_back():
+                    if not self._falls_back(run):
                         raise
                 else:
-                    if due is None or self._check(computed, due):
+                    if due is None or self._check(run, summed, due):
                         break
-            arrays, totals, answers = computed.arrays, computed.totals, computed.answers
-            del computed  # frees the inputs of the sums
+            (arrays, *_), totals, answers = summed
+            del summed  # frees what the sums were computed from
             release, bits = self._recorded(ledger, step, totals)
-        noise = self._source.drawn(totals.sums, release, bits)
-        self._last = Released(state.params, batch, dropout, release, noise)
+        noise = source.drawn(totals.sums, release, bits)
+        self._last = partial(run.stages, noise, state.params, batch, dropout, bound)
         state, metrics = run.release(state, arrays, totals, release, noise)
         if run.has_aux:
             metrics["unprotected_aux"] = [answer.aux for answer in answers]
         if run.plan.noise == "secure":
             self._last, metrics = None, {}
-        self._returned = state.step
         return state, {"step": step, **metrics}
 
-    def _falls_back(self) -> bool:
+    def _falls_back(self, run: CompiledStep) -> bool:
         """Go on by the next way of "auto", while no check has passed; the ledger notes it."""
-        run = self._attached()
         if not run.falls_back():
             return False
         self.ledger.note(method=f"auto goes by {run.method}")
         return True
 
-    def _check(self, step: ComputedStep, due: exactness.SpotCheck) -> bool:
+    def _check(self, run: CompiledStep, summed: Summed, due: exactness.SpotCheck) -> bool:
         """Check a step whose totals are known, on all processes together; False to try again."""
-        assert self._checks is not None
         failed, is_checked = None, False
         try:
-            is_checked = self._checks.check(step, due, is_first=not self._is_checked)
+            is_checked = check(run, summed, due, is_first=not self._is_checked)
         except exactness.ExactnessError as error:
             failed = error
         if self._group is not None:
             every = self._group.gather(f"the spot check of step {due.step}", failed)
             failed = failed or next(filter(None, every), None)
-        if failed is not None and self._falls_back():
+        if failed is not None and self._falls_back(run):
             return False
         if failed is not None:
             self._is_checked = False
@@ -474,25 +431,25 @@ class PrivacyEngine:
             raise failed.with_traceback(None) from None
         if is_checked:
             self._is_checked = True
-            self._attached().next_ways.clear()
+            run.next_ways.clear()
             self.ledger.check_passed(due.step)
         return True
 
     def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
         """Record a step and draw its bits; of several processes the first says both."""
-        plan, group, counts = ledger.plan, self._group, None
-        if plan.is_adaptive:
+        counts = None
+        if ledger.plan.is_adaptive:
             counts = int(totals.num_below), int(totals.num_rows)
 
         def first() -> tuple[float | None, Release, bytes]:
             fraction = None if counts is None else ledger.noisy_fraction(*counts)
             release = ledger.record(step, noisy_fraction=fraction)
-            return fraction, release, noise_bits(plan.seed, step)
+            return fraction, release, noise_bits(ledger.plan.seed, step)
 
-        if group is None:
+        if self._group is None:
             return first()[1:]
-        fraction, release, bits = group.on_first(f"the record of step {step}", first)
-        if not group.is_first:
+        fraction, release, bits = self._group.on_first(f"the record of step {step}", first)
+        if not self._group.is_first:
             release = ledger.record(step, noisy_fraction=fraction)
         return release, bits
 
@@ -500,7 +457,7 @@ class PrivacyEngine:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
         self.ledger.own_loop = None  # noise that was not asked for is drawn by nobody
-        self._is_detached, self._run, self._last, self._source = True, None, None, None
+        self._is_detached, self._run, self._last = True, None, None
 
     @compat.promoting
     def stages(self) -> Stages:
@@ -512,15 +469,13 @@ class PrivacyEngine:
         Raises:
             AccountingError: no step was taken, or the noise is secure, which shows nothing else.
         """
-        run = self._attached()
-        if run.plan.noise == "secure":
-            raise AccountingError(
-                "The stages of a gradient are not private, and noise='secure' keeps them closed. "
-                "Expected another noise for inspection."
-            )
+        self._running()
         if self._last is None:
-            raise AccountingError("No step was taken yet. Call step first.")
-        return run.stages(*self._last, self.keep_per_sample)
+            raise AccountingError(
+                "There are no stages: No step was taken yet by make_private's step, or "
+                "noise='secure' keeps them closed."
+            )
+        return self._last(grads=self.keep_per_sample)
 
     def record(self, num_steps: int = 1) -> range:
         """Record the next releases, before a jitted or scanned run of that many steps.
@@ -561,18 +516,6 @@ class PrivacyEngine:
             self._loader.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
-    def model(self, state: TrainState) -> Any:
-        """Return an `nnx.Module` with the parameters of a state, the rest as it came.
-
-        Raises:
-            AccountingError: the step is the user's own.
-            TypeError: `params` was no `nnx.Module`.
-        """
-        parameters = self._attached().parameters
-        if not isinstance(parameters, ModuleParameters):
-            raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
-        return parameters.module(state.params)
-
     @property
     def group(self) -> Group | None:
         """Group of the processes of the run, which goes on; None for one."""
@@ -588,11 +531,10 @@ class PrivacyEngine:
 
     @property
     def step_saved(self) -> Mapping[str, Any]:
-        """What a checkpoint says of the step: "views", "checks", names of "trained" leaves."""
+        """What a checkpoint says of the step: "checks", names of "trained" leaves."""
         if self._run is None:
             return {} if self._loaded is None else self._loaded.saved
-        names = sorted(self._run.parameters.names)
-        return {"views": self._run.views, "checks": self._rate, "trained": names}
+        return {"checks": self._rate, "trained": sorted(self._run.parameters.names)}
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -624,39 +566,22 @@ class PrivacyEngine:
             )
         return self.ledger
 
-    def _attached(self) -> CompiledStep:
-        """Run with a step made by `make_private`; refuses other runs."""
-        self._running()
-        if self._run is None:
-            raise AccountingError(
-                "The step of this run is the user's own. Expected make_private instead of "
-                "make_loader."
-            )
-        return self._run
 
-
-def _trained(params: Any, trainable: Any) -> Parameters:
-    """Parameters of which at least one leaf is trained."""
-    parameters = split(params, trainable)
-    if not parameters.trained:
-        kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
-        raise ValueError(
-            f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
-            "at least one floating JAX or NumPy array, such as what init of a model returns; "
-            "see trainable=."
+def _check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
+    """Refuse a step that the ledger could not account for: traced, or of another batch."""
+    if compat.in_trace():
+        raise TypeError(
+            "step was called inside jit, scan or grad, where it would be recorded once for many "
+            "releases. Call it from Python; a jitted loop has clipped_grad_sum, "
+            "engine.record(num_steps=k) and noise_keys(k)."
         )
-    return parameters
-
-
-def _refuse_another_step(saved: Mapping[str, Any], views: int, names: list[str]) -> None:
-    """Refuse to resume with other views or trained leaves than those of the checkpoint."""
-    if views != saved.get("views", views):
-        raise ValueError(
-            f"views={views}, but the checkpoint's run has views={saved['views']}. "
-            "Expected the views and the augment of its make_private."
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
+            "step before returned: step(state, batch)."
         )
-    if sorted(saved["trained"] or names) != sorted(names):
-        raise ValueError(
-            f"The leaves {sorted(set(saved['trained']) ^ set(names))} are trained either here or "
-            "in the checkpoint's run. Expected trainable= as in its make_private."
+    if not isinstance(batch, Chunk) or batch not in loader.drawn:
+        raise TypeError(
+            f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
+            "was changed since. Expected one of its batches as it is; augment examples in loss_fn."
         )

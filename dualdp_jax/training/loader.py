@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakSet
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp._validate import AccountingError
+from dualdp.ledger.ledger import Ledger
 from dualdp.plan.accounting import num_batches, stretches
 from dualdp.plan.batches import (
     HandedOut,
@@ -27,10 +27,11 @@ from dualdp.plan.plan import PrivacyPlan, require_units
 from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits
 from dualdp_jax.chunk import Chunk, Origin, Rows
+from dualdp_jax.compat import PyTree
+from dualdp_jax.noise.noise import Array
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import refuse_unsplit_numbers, split_batch
 
-Span = tuple[int, int | None]
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _HANDED_ON = (bool, int, float, complex, str, bytes)  # leaves passed unchanged to every example
 
@@ -46,8 +47,7 @@ class PlannedLoader:
         data: tuple of arrays or pytrees of arrays, examples on axis 0.
         plan: `PrivacyPlan`; its physical_batch_size is that of one shard.
         bits: `SegmentBits` of the batches.
-        span: callable () -> (next step, first step that must not be drawn or None).
-        bound: callable (step) -> C of a step.
+        ledger: callable () -> `Ledger` of the run; it raises once the run has ended.
         data_mesh: `DataMesh` of the rows on a mesh, with which a process reads only the rows of its
             devices; None for NumPy arrays.
         interrupted: int, step that ends the pass in which a checkpoint was saved; 0 for none.
@@ -70,11 +70,10 @@ class PlannedLoader:
 
     def __init__(
         self,
-        data: tuple[Any, ...],
+        data: tuple[PyTree, ...],
         plan: PrivacyPlan,
         bits: SegmentBits,
-        span: Callable[[], Span],
-        bound: Callable[[int], float],
+        ledger: Callable[[], Ledger],
         data_mesh: DataMesh | None = None,
         interrupted: int = 0,
         users: UserRows | None = None,
@@ -84,7 +83,7 @@ class PlannedLoader:
         require_units(plan, num_rows, users)
         _require_items(self.arrays, plan.rows_per_item)
         self.plan, self.bits, self.users, self._data_mesh = plan, bits, users, data_mesh
-        self._span, self._bound, self.origin = span, bound, Origin(plan, data)
+        self._ledger, self.origin = ledger, Origin(plan, data)
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False
         shards = 1 if data_mesh is None else data_mesh.num_shards
@@ -128,10 +127,9 @@ class PlannedLoader:
 
         For `dualdp_jax.testing`, which runs steps on chosen examples.
         """
-        frozen = [
-            Rows(list(map(_frozen, part.arrays)), *map(_constant, part[1:])) for part in parts
-        ]
-        chunk = Chunk(tuple(frozen), np.asarray(self._bound(step)), np.asarray(step), self.origin)
+        parts, plan = [jax.tree.map(_frozen, part) for part in parts], self.plan
+        bound = self._ledger().max_grad_norm if plan.is_adaptive else plan.max_grad_norm_at(step)
+        chunk = Chunk(tuple(parts), np.asarray(bound), np.asarray(step), self.origin)
         self.drawn.add(chunk)
         return chunk
 
@@ -148,10 +146,11 @@ class PlannedLoader:
 
     def _steps(self) -> range:
         """Steps of a pass that begins now."""
-        start, end = self._span()
+        ledger, plan = self._ledger(), self.plan
+        start, end = ledger.position, ledger.end if plan.on_budget == "stop" else plan.num_steps
         if self._is_whole:
             return range(start, require_end(end))
-        return range(start, end_of_pass(self.plan, start, end, self._interrupted))
+        return range(start, end_of_pass(plan, start, end, self._interrupted))
 
     def _draw(self, step: int) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Indices and mask of each physical batch of a step."""
@@ -168,36 +167,30 @@ class PlannedLoader:
         found = drawn_rows(self.plan, self.bits, step, indices, self.users, most)
         return Rows(self._at(found.rows.ravel()), mask, indices, found.weights.ravel())
 
-    def _at(self, rows: NDArray[np.int64]) -> list[Any]:
+    def _at(self, rows: NDArray[np.int64]) -> list[Array]:
         """Arrays of the data at these rows."""
         if self._data_mesh is None:
             return [leaf[rows] for leaf in self.arrays]
         return [self._data_mesh.rows(leaf, at=rows) for leaf in self.arrays]
 
 
-def _constant(array: NDArray[Any] | None) -> NDArray[Any] | None:
-    """Copy of an array (at least one number) that nobody can write to."""
-    return None if array is None else np.frombuffer(array.tobytes(), array.dtype)
-
-
-def _frozen(leaf: Any) -> Any:
-    """Read-only leaf: a view of the batch's own copy for a NumPy array, else the leaf."""
-    if not isinstance(leaf, np.ndarray):
-        return leaf
-    own = leaf if leaf.base is None and leaf.flags.owndata else leaf.copy()
+def _frozen(array: Array | None) -> Array | None:
+    """Copy of a NumPy array that nobody can write to, and anything else itself."""
+    if not isinstance(array, np.ndarray):
+        return array
+    own = array.copy()
     own.flags.writeable = False
     return own.view()  # a view can't be made writeable again
 
 
-def _require_items(arrays: list[Any], rows_per_item: int | None) -> None:
+def _require_items(arrays: Sequence[Array], rows_per_item: int | None) -> None:
     """Raise unless the items of the data hold K rows each; None for items that are one row."""
     wrong = [a.shape for a in arrays if rows_per_item and a.shape[1:2] != (rows_per_item,)]
     if wrong:
         raise ValueError(
             f"The data hold an array of shape {wrong[0]}. Expected (num_examples, {rows_per_item}) "
-            f"in front with rows_per_unit={rows_per_item}, the rows of each item; what all rows of "
-            "an item share is repeated for each of them. Rows of a person need unit='user' and "
-            "users=."
+            f"in front with rows_per_unit={rows_per_item}, the rows of each item. Rows of a person "
+            "need unit='user' and users=."
         )
 
 
@@ -231,15 +224,8 @@ def _constant_sizes(plan: PrivacyPlan) -> set[int]:
     return set()
 
 
-def _is_example(item: Any) -> bool:
-    """True for a tuple of which a part is a number, such as (x, label)."""
-    return isinstance(item, tuple) and any(
-        isinstance(v, bool | int | float | np.generic) for v in item
-    )
-
-
-def examples_of(data: Any) -> tuple[Any, ...]:
-    """Return the data as arguments of the loss: a tuple as it is, anything else as one argument."""
+def examples_of(data: PyTree) -> tuple[PyTree, ...]:
+    """Return the data as arguments of the loss: tuple or list as such, anything else as one."""
     for leaf in jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Iterator)):
         if not isinstance(leaf, _ARRAYS + _HANDED_ON):
             raise TypeError(
@@ -247,9 +233,10 @@ def examples_of(data: Any) -> tuple[Any, ...]:
                 "from by index as the sampler does. Expected NumPy or JAX arrays with the examples "
                 "on axis 0, such as data=(np.asarray(x), np.asarray(y))."
             )
-    if isinstance(data, list) and data and all(_is_example(item) for item in data):
+    if isinstance(data, list) and any(isinstance(item, tuple) for item in data):
         raise TypeError(
-            f"data is a list of {len(data)} tuples with numbers, one for each example. Expected an "
-            "array for each argument of loss_fn, such as data=(np.stack(x), np.asarray(y))."
+            "data is a list of tuples. Expected an array for each argument of loss_fn, such as "
+            "data=(np.stack(x), np.asarray(y))."
         )
-    return data if isinstance(data, tuple) and not hasattr(data, "_fields") else (data,)
+    is_several = isinstance(data, tuple | list) and not hasattr(data, "_fields")
+    return tuple(data) if is_several else (data,)

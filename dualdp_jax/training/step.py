@@ -6,26 +6,30 @@ On a mesh a third jitted function between them sums over the shards.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
-from dualdp import _validate
+from dualdp import _validate, exactness
 from dualdp.ledger.ledger import Release
 from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax import compat
-from dualdp_jax.chunk import Chunk
-from dualdp_jax.chunk import Rows as Rows
-from dualdp_jax.noise.noise import Noise, noised_mean
+from dualdp_jax.chunk import Chunk, Rows
+from dualdp_jax.compat import PyTree
+from dualdp_jax.noise.noise import Array, Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Call, Options, build
+from dualdp_jax.per_sample.call import Call, Options, Program, build
+from dualdp_jax.per_sample.checks import identity
+from dualdp_jax.per_sample.checks.calls import on_host
+from dualdp_jax.per_sample.checks.identity import Change, Floats, Numbers, Reference
 from dualdp_jax.per_sample.methods import (
     GRADS,
     SUM,
@@ -38,8 +42,12 @@ from dualdp_jax.per_sample.methods import (
 )
 from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
-from dualdp_jax.training.loader import PlannedLoader
-from dualdp_jax.training.views import loss_of_view
+from dualdp_jax.training import adam_bc
+
+#: Callable (example, key) -> one view of it.
+Augment = Callable[[tuple[PyTree, ...], jax.Array], tuple[PyTree, ...]]
+Leaves = list[jax.Array]
+Arrays = tuple[Leaves, Leaves]  # trained leaves, and the other arrays of the model
 
 
 class TrainState(NamedTuple):
@@ -51,14 +59,14 @@ class TrainState(NamedTuple):
         step: int, number of releases applied.
     """
 
-    params: Any
-    opt_state: Any
+    params: PyTree
+    opt_state: PyTree
     step: int
 
     @classmethod
     @compat.promoting
     def create(
-        cls, params: Any, optimizer: optax.GradientTransformation, trainable: Any = None
+        cls, params: PyTree, optimizer: optax.GradientTransformation, trainable: PyTree = None
     ) -> TrainState:
         """Return the state before step 0, for example for `load_checkpoint(path, like=...)`.
 
@@ -71,30 +79,29 @@ class TrainState(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the chunks of a logical batch."""
+    """Sums over the chunks of a logical batch; on a mesh first with a leading axis of shards."""
 
-    sums: list[Any]  # clipped gradient sum per trained leaf
-    loss: Any  # scalar, sum of the losses
-    num_rows: Any  # scalar, number of unmasked examples
-    num_below: Any  # scalar, number of unmasked examples with a norm of at most the bound
+    sums: Leaves  # clipped gradient sum per trained leaf
+    loss: jax.Array  # scalar, sum of the losses
+    num_rows: jax.Array  # scalar, number of unmasked examples
+    num_below: jax.Array  # scalar, number of unmasked examples with a norm of at most the bound
 
 
-class ComputedStep(NamedTuple):
-    """Step whose totals are known, with its inputs."""
+class Inputs(NamedTuple):
+    """What the totals of a logical batch are computed from."""
 
-    inputs: list[Any]  # per chunk (arrays of the model, `Rows`)
-    dropout: Any  # key data of the dropout masks
-    masks: list[Any]  # (rows,) NumPy arrays, one per chunk
-    answers: list[Answer]  # per chunk an `Answer` with norms, factors and aux
-    unreduced: Totals  # `Totals` of the logical batch; on a mesh with a leading axis of shards
-    totals: Totals  # `Totals` summed over the shards
-    bound: float  # C
+    arrays: Arrays
+    parts: list[Rows]  # the chunks, on the devices of a mesh
+    dropout: Array  # (2,) uint32, key of the step's random masks
+    bound: Array  # scalar, C
 
-    @property
-    def arrays(self) -> tuple[list[Any], list[Any]]:
-        """Trained leaves and other arrays of the model."""
-        arrays: tuple[list[Any], list[Any]] = self.inputs[0][0]
-        return arrays
+
+class Summed(NamedTuple):
+    """Step whose totals are known."""
+
+    inputs: Inputs
+    totals: Totals
+    answers: list[Answer]  # norms, factors and aux of each chunk
 
 
 class Stages(NamedTuple):
@@ -108,10 +115,10 @@ class Stages(NamedTuple):
             `engine.keep_per_sample` was set.
     """
 
-    unprotected_norms: Any
-    unprotected_sum: Any
-    noisy_mean: Any
-    unprotected_grads: Any = None
+    unprotected_norms: Array
+    unprotected_sum: PyTree
+    noisy_mean: PyTree
+    unprotected_grads: PyTree = None
 
 
 @dataclass(eq=False)
@@ -120,178 +127,122 @@ class CompiledStep:
 
     plan: PrivacyPlan
     parameters: Parameters
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., PyTree]
     optimizer: optax.GradientTransformation
+    opt_state: PyTree  # the first
+    rebuild: Callable[[Leaves], tuple[PyTree, ...]]  # arrays -> arguments of the loss
     needs_key: bool
     has_aux: bool
     keep_batch_dim: bool
     method: str
-    rebuild: Callable[[list[Any]], tuple[Any, ...]]  # arrays -> arguments of the loss
-    augment: Callable[..., Any] | None = None  # callable (example, key) -> one view, or None
-    views: int = 1  # views of each example
-    data_mesh: DataMesh | None = None  # `DataMesh` of the rows; None for one device
-    #: pytree of the shardings of the optimizer's state; None for one device.
-    opt_shardings: Any = None
-    takes_noise: bool = False  # the optimizer takes the noise's standard deviation: an `adam_bc`
+    augment: Augment | None
+    views: int  # views of each example
+    data_mesh: DataMesh | None  # of the rows; None for one device
 
     def __post_init__(self) -> None:
         check_method(self.method)
         self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
-        self._jitted, self.dtype = self._compiled(), self.parameters.dtype
         is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
         self.draws_keys = self.needs_key or self.augment is not None or is_module
+        self.takes_noise = adam_bc.is_in(self.opt_state)  # its standard deviation
+        self.program: Program | None = None  # of the loss, which all compiled functions share
+        self.dtype, mesh = self.parameters.dtype, self.data_mesh
+        trained: Any = self.parameters.trained
         # Zeros once per run, on the device: new ones at each step would be a transfer of the size
         # of the parameters.
-        trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
-        numbers = jnp.zeros((), self.dtype), count, count
-        if self.data_mesh is None:
-            zeros = [jnp.zeros_like(widen(p)) for p in trained]
-        else:
-            zeros, numbers = self.data_mesh.zeros(trained, numbers)
-        self._nothing = Totals(zeros, *numbers)
-        self.program: Any = None  # `Program` of the loss, which all compiled functions share
-
-    @property
-    def rows_of_each(self) -> int:
-        """Rows of each example in a chunk: K of a user, else 1, which may be an item of K rows."""
-        return self.plan.rows_per_unit or 1 if self.plan.unit == "user" else 1
-
-    @property
-    def has_weights(self) -> bool:
-        """True if the rows of an example may weigh differently: those of a user with K > 1."""
-        return self.rows_of_each > 1
-
-    def _compiled(self) -> dict[str, Callable[..., Any]]:
-        """Jitted functions of a step; "grads" is compiled at its first use."""
-        if self.data_mesh is None:
-            return {
-                "add": jax.jit(self._add_chunk),
-                "update": jax.jit(self._update),
-                "grads": jax.jit(self._grads),
-            }
-        trained = self.parameters.trained
-        of_sums, of_number = self.data_mesh.parts(trained)
-        sums, number = shardings(trained), self.data_mesh.sharding()
-        unreduced = Totals(of_sums, *[of_number] * 3)
-        return {
-            "add": jax.jit(self._add_chunk, out_shardings=(unreduced, of_number)),
-            "collect": jax.jit(
-                lambda totals: jax.tree.map(lambda x: x.sum(0), totals),
-                out_shardings=Totals(sums, number, number, number),
-            ),
-            "update": jax.jit(self._update, out_shardings=(sums, self.opt_shardings, number)),
-            "grads": jax.jit(self.data_mesh.each(self._grads, trained)),
-        }
+        numbers = [np.zeros((), kind) for kind in (self.dtype, np.int32, np.int32)]
+        sums = [np.zeros(leaf.shape, jnp.result_type(jnp.float32, leaf)) for leaf in trained]
+        self._nothing = Totals(*jax.device_put((sums, *numbers)))
+        self._added = updated = collected = None
+        if mesh is not None:
+            of_sums, of_numbers = mesh.zeros(trained, numbers)
+            self._nothing, number = Totals(of_sums, *of_numbers), mesh.sharding()
+            self._added = shardings(self._nothing), mesh.sharding(mesh.axes)
+            collected = jax.tree.map(lambda _: number, self._nothing)
+            collected = collected._replace(sums=shardings(trained))
+            updated = shardings(trained), shardings(self.opt_state), number
+        self._add = jax.jit(self._add_chunk, out_shardings=self._added)
+        self._collect = jax.jit(_without_shards, out_shardings=collected)
+        self._apply = jax.jit(self._update, out_shardings=updated)
 
     def falls_back(self) -> bool:
         """Go on by the next way of "auto"; False if there is none."""
         if not self.next_ways:
             return False
         self.method = self.next_ways.pop(0)
-        self._jitted = self._compiled()
+        self._add = jax.jit(partial(self._add_chunk), out_shardings=self._added)  # traced anew
         return True
 
-    def computed(self, params: Any, batch: Chunk, dropout: Any, bound: float) -> ComputedStep:
-        """Return the totals of a logical batch, with the inputs and results of its chunks.
-
-        `dropout` is the (2,) uint32 key of the step's random masks.
-        """
-        unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
-        limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
-        parts = [*map(self._placed, batch.parts)]
-        for rows in parts:
-            unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
-            answers.append(answer)
-        totals = self._collected(unreduced)
-        masks = [part.mask for part in batch.parts]
-        inputs = [(arrays, rows) for rows in parts]
-        return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
-
-    def arrays(self, params: Any) -> tuple[list[Any], list[Any]]:
-        """Return the trained leaves, and the other arrays of the model."""
-        trained, others = self.parameters.arrays(params)
-        return trained, others if self.data_mesh is None else self.data_mesh.others(others)
-
-    def _placed(self, part: Rows) -> Rows:
-        """Rows of a chunk on the devices of the mesh, clipped by their own factors."""
-        own = np.full(len(part.mask), np.nan, self.dtype)
-        rest = (part.mask, part.indices, part.weights, own)
-        return Rows(part.arrays, *(rest if self.data_mesh is None else map(self.put, rest)))
-
-    def _collected(self, unreduced: Totals) -> Totals:
-        """Totals summed over the shards of a mesh."""
-        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
-
-    def weighted_sum(self, step: ComputedStep, weights: list[np.ndarray]) -> list[Any]:
-        """Return the sum of a step's gradients with these weights, per chunk (examples,).
-
-        The compiled program is the one that computes the totals of a step.
-        """
-        limit, totals = np.asarray(step.bound, self.dtype), self._nothing
-        for (arrays, rows), part in zip(step.inputs, weights, strict=True):
-            chosen = rows._replace(factors=self.put(part))
-            totals, _ = self._jitted["add"](*arrays, totals, chosen, step.dropout, limit)
-        return self._collected(totals).sums
-
     @property
-    def zeros(self) -> list[Any]:
-        """Leaves like the sums, all zero."""
-        nothing = self._nothing
-        return (nothing if self.data_mesh is None else self._jitted["collect"](nothing)).sums
+    def rows_of_each(self) -> int:
+        """Rows of each example in a chunk: K of a user, else 1, which may be an item of K rows."""
+        return self.plan.rows_per_unit or 1 if self.plan.unit == "user" else 1
 
-    def put(self, rows: Any) -> Any:
+    def inputs(self, params: PyTree, batch: Chunk, dropout: Array, bound: float) -> Inputs:
+        """Return the inputs of a step, on the devices of the mesh."""
+        trained, others = self.parameters.arrays(params)
+        parts = [
+            part._replace(factors=np.full(len(part.mask), np.nan, self.dtype))
+            for part in batch.parts
+        ]
+        if self.data_mesh is not None:
+            others = self.data_mesh.others(others)
+            parts = [Rows(part.arrays, *map(self.put, part[1:])) for part in parts]
+        return Inputs((trained, others), parts, dropout, np.asarray(bound, self.dtype))
+
+    def put(self, rows: Array | None) -> Array | None:
         """Return an array of rows, or None, on the devices of the mesh."""
-        if rows is None or self.data_mesh is None:
-            return rows
-        return self.data_mesh.rows(rows)
+        return rows if rows is None or self.data_mesh is None else self.data_mesh.rows(rows)
+
+    def total(self, inputs: Inputs) -> Summed:
+        """Return the totals of a logical batch."""
+        totals, answers = self._nothing, []
+        for rows in inputs.parts:
+            totals, found = self._add(inputs.arrays, rows, *inputs[2:], totals)
+            answers.append(found)
+        return Summed(inputs, self.collected(totals), answers)
+
+    def collected(self, totals: Totals | None = None) -> Totals:
+        """Return totals summed over the shards of a mesh; those of no chunk for None."""
+        totals = self._nothing if totals is None else totals
+        return totals if self.data_mesh is None else self._collect(totals)
 
     def release(
-        self,
-        state: TrainState,
-        arrays: tuple[list[Any], list[Any]],
-        totals: Totals,
-        release: Release,
-        noise: Noise,
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, arrays: Arrays, totals: Totals, release: Release, noise: Noise
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """Return the state after a release of these totals that is on record.
 
         `arrays` are those of the state's parameters.
         """
-        (trained, others), extra = arrays, {}
-        if self.takes_noise:
-            stddev = release.draw_stddev / release.expected_batch_size
-            extra = {"noise_stddev": np.asarray(stddev, self.dtype)}
-        trained, opt_state, metrics = self._jitted["update"](
-            trained, state.opt_state, totals, noise, **extra
-        )
-        state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
-        return state, metrics
+        stddev = np.asarray(release.draw_stddev / release.expected_batch_size, self.dtype)
+        trained, opt_state, metrics = self._apply(arrays[0], state.opt_state, totals, noise, stddev)
+        params = self.parameters.whole(trained, arrays[1])
+        return TrainState(params, opt_state, state.step + 1), metrics
 
-    def stages(
-        self, params: Any, batch: Chunk, dropout: Any, release: Release, noise: Noise, grads: bool
-    ) -> Stages:
-        """Return the stages of a released step, recomputed from its inputs.
+    def stages(self, noise: Noise, *step: Any, grads: bool) -> Stages:
+        """Return the stages of a released step, by the arguments of `inputs`.
 
-        `grads` tells whether the per-sample gradients are formed.
+        With `grads` the per-sample gradients are formed too.
         """
-        step = self.computed(params, batch, dropout, release.max_grad_norm)
-        like, sums = self.parameters.like, step.totals.sums
+        (inputs, totals, answers), like = self.total(self.inputs(*step)), self.parameters.like
 
-        def kept(parts: Sequence[Any]) -> Any:
-            return np.concatenate([whole(p)[m] for p, m in zip(parts, step.masks, strict=True)])
+        def kept(parts: Sequence[jax.Array]) -> Array:
+            pairs = zip(parts, inputs.parts, strict=True)
+            return np.concatenate([whole(part)[whole(rows.mask)] for part, rows in pairs])
 
-        each: list[list[Any]] = []
+        formed = None
         if grads:
-            each = [self._jitted["grads"](*held, rows, dropout) for held, rows in step.inputs]
+            trained, mesh = self.parameters.trained, self.data_mesh
+            form = jax.jit(self._grads if mesh is None else mesh.each(self._grads, trained))
+            each = [form(inputs.arrays, rows, inputs.dropout) for rows in inputs.parts]
+            formed = like([kept(leaf) for leaf in zip(*each, strict=True)])
+        mean = jax.jit(noised_mean)(totals.sums, noise)
         return Stages(
-            kept([answer.norms for answer in step.answers]),
-            like(sums),
-            like(jax.jit(noised_mean)(sums, noise)),
-            like([kept(leaf) for leaf in zip(*each, strict=True)]) if grads else None,
+            kept([found.norms for found in answers]), like(totals.sums), like(mean), formed
         )
 
-    def call(self, trained: Any, others: Any, rows: Rows, dropout: Any) -> Call:
+    def call(self, model: Arrays, rows: Rows, dropout: Array) -> Call:
         """Return the rows of a chunk in normal form, with keys by (plan, step, example, place).
 
         The place is that of a view of an example, or of a row of a user.
@@ -301,12 +252,10 @@ class CompiledStep:
         if self.augment is not None:
             loss_fn = loss_of_view(loss_fn, self.augment, self.needs_key, self.keep_batch_dim)
             arrays = [jnp.repeat(leaf, self.views, 0) for leaf in arrays]
-        if self.augment is not None or self.has_weights:
+        if self.augment is not None or self.rows_of_each > 1:
             place = jnp.arange(rows_per_unit, dtype=positions.dtype)
             positions = (positions[:, None] * place.dtype.type(rows_per_unit) + place).ravel()
-        parameters = replace(
-            self.parameters, trained=trained, others=self.parameters.keyed(others, key)
-        )
+        others = self.parameters.keyed(model[1], key)
         options = Options(
             method=self.method,
             has_aux=self.has_aux,
@@ -314,9 +263,10 @@ class CompiledStep:
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
             positions=positions,
             rows_per_unit=rows_per_unit,
-            row_weights=None if rows.weights is None else rows.weights.astype(parameters.dtype),
+            row_weights=None if rows.weights is None else rows.weights.astype(self.dtype),
             program=self.program,
         )
+        parameters = replace(self.parameters, trained=model[0], others=others)
         call = build(loss_fn, parameters, self.rebuild(arrays), options)
         self.program = call.program
         return call
@@ -329,18 +279,19 @@ class CompiledStep:
         return clip.clipper(parameters, clipping, shares, times=bound)
 
     def _add_chunk(
-        self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
-    ) -> tuple[Totals, Any]:
+        self, model: Arrays, rows: Rows, dropout: Array, bound: Array, totals: Totals
+    ) -> tuple[Totals, Answer]:
         """Totals plus one more chunk, and the chunk's per-example results."""
-        work = self._chunk
-        if self.data_mesh is not None:
-            work = self.data_mesh.spread(work, self.parameters.trained)
-        sums, numbers, each = work(trained, others, rows, dropout, bound)
+        work, mesh = self._chunk, self.data_mesh
+        work = work if mesh is None else mesh.spread(work, self.parameters.trained)
+        sums, numbers, each = work(model, rows, dropout, bound)
         return jax.tree.map(jnp.add, totals, Totals(sums, *numbers)), each
 
-    def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
+    def _chunk(
+        self, model: Arrays, rows: Rows, dropout: Array, bound: Array
+    ) -> tuple[Leaves, tuple[jax.Array, ...], Answer]:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
-        call, mask = self.call(trained, others, rows, dropout), rows.mask
+        call, mask = self.call(model, rows, dropout), rows.mask
         request = Request(SUM, self.clipper(call.parameters, bound))
         result = answer(request, prepared(call), mask, rows.factors)
         numbers = (
@@ -351,12 +302,13 @@ class CompiledStep:
         return result.leaves, numbers, result._replace(leaves=[], losses=None)
 
     def _update(
-        self, trained: Any, opt_state: Any, totals: Totals, noise: Noise, **extra: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
+        self, trained: Leaves, opt_state: PyTree, totals: Totals, noise: Noise, stddev: Array
+    ) -> tuple[Leaves, PyTree, dict[str, jax.Array]]:
         """Noise, divide, step the optimizer; return its results and the metrics."""
         like = self.parameters.like
-        mean = like(noised_mean(totals.sums, noise))
-        updates, opt_state = self.update(mean, opt_state, like(trained), **extra)
+        on_all = None if self.data_mesh is None else self.data_mesh.sharding()
+        mean = like(noised_mean(totals.sums, noise, on_all))
+        updates, opt_state = self.update(mean, opt_state, like(trained), stddev)
         updated = jax.tree.leaves(optax.apply_updates(like(trained), updates))
         count = jnp.maximum(totals.num_rows, 1)
         metrics = {
@@ -365,17 +317,60 @@ class CompiledStep:
         }
         return updated, opt_state, metrics
 
-    def update(self, mean: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """Return updates and state of the optimizer; `extra` is for an `adam_bc`."""
+    def update(
+        self, mean: PyTree, opt_state: PyTree, params: PyTree, stddev: Array
+    ) -> tuple[PyTree, PyTree]:
+        """Return updates and state of the optimizer; an `adam_bc` gets the noise in the mean."""
         if not self.takes_noise:
             return self.optimizer.update(mean, opt_state, params)
         optimizer = optax.with_extra_args_support(self.optimizer)
-        return optimizer.update(mean, opt_state, params, noisy_mean=mean, **extra)
+        extra = {"noisy_mean": mean, "noise_stddev": stddev}
+        return optimizer.update(mean, opt_state, params, **extra)
 
-    def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
+    @cached_property
+    def without(self) -> Callable[..., tuple[Leaves, Leaves]]:
+        """Program of a check: leaves minus the gradient of weighted losses, and their lengths.
+
+        Its arguments are (leaves, model, (rows, index, weights), dropout, blocks), see
+        `identity.without_gradient`.
+        """
+        mesh, trained = self.data_mesh, self.parameters.trained
+
+        def of_shard(
+            model: Arrays,
+            chosen: tuple[Rows, jax.Array, jax.Array],
+            dropout: Array,
+            num_blocks: jax.Array,
+        ) -> Leaves:
+            rows, index, shares = chosen
+            call = self.call(model, rows, dropout)
+            zeros = [jnp.zeros_like(widen(leaf)) for leaf in model[0]]
+            parts = identity.without_gradient(call, zeros, index, shares, num_blocks)
+            return parts if mesh is None else [leaf[None] for leaf in parts]
+
+        each: Callable[..., Leaves] = of_shard
+        if mesh is not None:
+            each = mesh.each(of_shard, trained, out_specs=P(mesh.axes))
+
+        def subtract(start: Leaves, *inputs: PyTree) -> tuple[Leaves, Leaves]:
+            parts = each(*inputs)
+            parts = parts if mesh is None else [leaf.sum(0) for leaf in parts]
+            rest = [old + part for old, part in zip(start, parts, strict=True)]
+            return rest, list(map(jnp.linalg.norm, rest))
+
+        assert self.program is not None
+        options = compat.compiled_quickly(self.program.jaxpr)
+        out = None if mesh is None else (shardings(trained), mesh.sharding())
+        return jax.jit(subtract, out_shardings=out, compiler_options=options)
+
+    def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        call = self.call(trained, others, rows, dropout)
-        return answer(Request(GRADS), prepared(call)).leaves
+        return answer(Request(GRADS), prepared(self.call(model, rows, dropout))).leaves
+
+
+def _without_shards(totals: Totals) -> Totals:
+    """Totals summed over the shards of a mesh."""
+    return jax.tree.map(lambda leaf: leaf.sum(0), totals)
 
 
 def first_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:
@@ -384,69 +379,106 @@ def first_state(parameters: Parameters, optimizer: optax.GradientTransformation)
     Dtypes are made strong, and the optimizer is initialized with parameters as wide as the noisy
     mean, so that no later step recompiles.
     """
-    if hasattr(optimizer, "tx"):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Expected "
-            "its optax transformation: say optimizer.tx."
-        )
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
             f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, such as "
-            "optax.sgd(0.1)."
+            "optax.sgd(0.1); of an nnx.Optimizer say optimizer.tx."
         )
     strong = [jax.lax.convert_element_type(p, p.dtype) for p in parameters.trained]
     try:
         opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
     except (TypeError, ValueError) as error:
-        said = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"optimizer.init failed on params: {said}. Expected an optimizer of such a tree; "
-            "labels and masks have its structure."
+            f"optimizer.init failed on params: {compat.first_line(error)}. Expected an optimizer "
+            "of such a tree; labels and masks have its structure."
         ) from error
     return TrainState(parameters.whole(strong, parameters.others), opt_state, 0)
 
 
 def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
     """Return the loaded state, if it fits the model and optimizer of the fresh one."""
-    for name in ("params", "opt_state"):
-        flat = [jax.tree_util.tree_flatten_with_path(getattr(s, name))[0] for s in (fresh, loaded)]
-        ours, theirs = ({jax.tree_util.keystr(path) for path, _ in leaves} for leaves in flat)
-        if ours != theirs:
-            raise ValueError(
-                f"{name} has the leaves {sorted(ours - theirs)}, which the loaded state lacks, and "
-                f"lacks {sorted(theirs - ours)}. Expected the model and the optimizer that "
-                "load_checkpoint was given in like=."
-            )
+    ours, theirs = ({name for name, _ in compat.leaf_paths(s[:2])} for s in (fresh, loaded))
+    if ours != theirs:
+        raise ValueError(
+            f"The loaded state lacks the leaves {sorted(ours - theirs)} and has "
+            f"{sorted(theirs - ours)}. Expected the model and optimizer of load_checkpoint's like=."
+        )
     return loaded
 
 
-def check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
-    """Refuse a step that the ledger could not account for: traced, or of another batch."""
-    if compat.in_trace():
-        raise TypeError(
-            "step was called inside jit, scan or grad, where it would be recorded once for many "
-            "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
-            "add_noise(plan), engine.record(num_steps=k) and noise_keys(k)."
-        )
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
-            "step before returned: step(state, batch)."
-        )
-    if not isinstance(batch, Chunk) or batch not in loader.drawn:
-        raise TypeError(
-            f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
-            "was changed since. Expected one of its batches as it is: only they are what the "
-            "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
-        )
+def loss_of_view(
+    loss_fn: Callable[..., PyTree], augment: Augment, needs_key: bool, keep_batch_dim: bool
+) -> Callable[..., PyTree]:
+    """Return the loss of one augmented view of an example: (params, *example, key) -> loss.
+
+    The key is split into one for the view and one for `loss_fn`.
+
+    Source: De et al. 2022, section 3.2 (augmentation multiplicity).
+    """
+
+    def lifted(leaf: PyTree) -> PyTree:
+        return leaf[None] if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+    def loss(params: PyTree, *example: PyTree, key: jax.Array) -> PyTree:
+        for_view, for_loss = jax.random.split(key)
+        view = augment(example, for_view)
+        view = jax.tree.map(lifted, view) if keep_batch_dim else view
+        return loss_fn(params, *view, **({"key": for_loss} if needs_key else {}))
+
+    return loss
 
 
-def warn_of_older(state: TrainState, last: int) -> None:
-    """Warn of a state that is older than the one returned last, of step `last`."""
-    warnings.warn(
-        f"step got a state of {state.step} steps after it had returned one of {last}: what was "
-        "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
-        "= step(state, batch); to go on from an older one give it the newer number, "
-        "older._replace(step=state.step).",
-        stacklevel=4,
+def check(run: CompiledStep, step: Summed, due: exactness.SpotCheck, *, is_first: bool) -> bool:
+    """Compare a step with plain autodiff; return False if it has no example.
+
+    It takes place after the totals are known and before anything is recorded or released. Our side
+    is the program that computed the totals, with other weights; it changes nothing.
+
+    Raises:
+        ExactnessError: it differs.
+    """
+    inputs, totals, answers = step
+    masks = [whole(rows.mask) for rows in inputs.parts]
+    counts, ends = np.concatenate(masks), np.cumsum([len(mask) for mask in masks])[:-1]
+    if int(whole(totals.num_rows)) != counts.sum():
+        raise exactness.ExactnessError(
+            "A spot check failed: the totals of a step do not count the rows of its batch, so the "
+            "sum over chunks or devices lost some, or has some twice. Nothing was released for "
+            "this batch. Report it, with the mesh and the version of jax.",
+            relative_error="inf",
+        )
+
+    def weighted_sum(weights: Floats) -> Leaves:
+        shares = [run.put(part.astype(run.dtype)) for part in np.split(weights, ends)]
+        parts = zip(inputs.parts, shares, strict=True)
+        chosen = [rows._replace(factors=share) for rows, share in parts]
+        return run.total(inputs._replace(parts=chosen)).totals.sums
+
+    def subtract(
+        chunk: int, start: Leaves, weights: Floats, change: Change
+    ) -> tuple[Leaves, Leaves]:
+        (trained, others), rows = inputs.arrays, inputs.parts[chunk]
+        changed, arrays = ([*map(change, leaves)] for leaves in (trained, rows.arrays))
+        num_shards = 1 if run.data_mesh is None else run.data_mesh.num_shards
+        index, shares, count = identity.blocks_of(weights, num_shards)
+        chosen = rows._replace(arrays=arrays), run.put(index), run.put(shares.astype(run.dtype))
+        return run.without(start, (changed, others), chosen, inputs.dropout, count)
+
+    numbers = Numbers(
+        run.parameters.names,
+        counts,
+        np.concatenate([on_host(answer.norms) for answer in answers]),
+        None,
+        run.clipper(run.parameters, inputs.bound),
+        {
+            group: np.concatenate([on_host(answer.factors[group]) for answer in answers])
+            for group in answers[0].factors
+        },
+        weighted_sum,
+        totals.sums,
     )
+    assert run.program is not None
+    zeros, precision = run.collected().sums, identity.precision_of(run.program)
+    reference = Reference(subtract, list(map(len, masks)), zeros, precision)
+    seed, released = int(due.fractions[1] * 2**53), due.fractions[2] < 0.5
+    return identity.check(reference, numbers, seed=seed, is_first=is_first, released=released)

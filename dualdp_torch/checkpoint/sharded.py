@@ -77,7 +77,7 @@ def save_sharded_checkpoint(
     def digests() -> dict[str, str]:
         return {file.name: _sha256(file) for file in part.glob(f"__{rank}_*")}
 
-    written = [digests()] if group is None else group.on_all("the digests", digests)
+    written = [digests()] if group is None else group.each("the digests", digests)
 
     def complete() -> None:
         known = {name: digest for files in written for name, digest in files.items()}

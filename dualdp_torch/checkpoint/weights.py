@@ -50,7 +50,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching.match`."""
+    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching`."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -59,7 +59,7 @@ def layout(model: nn.Module) -> dict[str, Any]:
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `dualdp.porting.matching.match` that describe a torch module."""
+    """Return the arguments of `dualdp.porting.matching.Matcher` that describe a torch module."""
     require_module("The torch model", model)
     values, described = dict(_values(model)), layout(model)
     return {

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,13 +24,21 @@ from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Release
-from dualdp.plan.correlated.strategies import Window
+from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import fold_in, grid_noise, key_of, noise_bits, seeded_bits, threefry
-from dualdp_torch.noise.correlated import Kept, next_noise
-from dualdp_torch.noise.generators import Key, Normals
-from dualdp_torch.rules.base import Tensor, wide
+from dualdp.randomness.parallel import fill_blocks
+from dualdp_torch.rules.base import Tensor, on_host, wide
+
+Key = NDArray[np.uint32]  # (2,)
+Kept = tuple[Tensor, ...]  # arrays kept of earlier steps, the newest first
+
+_STATE_WORDS = 624  # words of the Mersenne Twister behind torch's CPU generator
+_STATE_OFFSET = 24  # bytes before these words in the saved state
+_BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+FEW = 16  # blocks up to which one thread draws them all
+DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw costs a launch
 
 
 class Piece(NamedTuple):
@@ -109,7 +118,11 @@ class NoiseSource:
     `dualdp.randomness.grid_noise`.
 
     With `plan.correlation` the noise of a step holds that of the steps before it in its segment,
-    of which the source keeps what is needed (`dualdp_torch.noise.correlated`) in memory.
+    of which the source keeps what is needed (`next_noise`) in memory: it takes the noise away from
+    what was released, so it is in no checkpoint, pickle or `repr`.
+
+    Attributes:
+        held: `Held`, what is kept of correlated noise; None for other noise, or before a release.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over
@@ -128,7 +141,7 @@ class NoiseSource:
 
     def __init__(self, plan: PrivacyPlan) -> None:
         self._plan = plan
-        self._held: Held | None = None
+        self.held: Held | None = None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -176,7 +189,7 @@ class NoiseSource:
         flat = Layout.of(totals, pieces, by_group=by_group)
         here = [[totals[name] for name in part.names] for part in flat.parts]
         if plan.noise == "secure":
-            noisy = _secure(flat, here, release, bits, is_whole=pieces is None)
+            noisy = _secure(flat, here, release, bits)
         else:
             noisy = self._noise(flat, release, bits, layout)
             for noise, parts in zip(noisy, here, strict=True):
@@ -195,18 +208,19 @@ class NoiseSource:
         leaves: Sequence[ParameterMap] | None,
     ) -> list[Tensor]:
         """Noise of each part, in arrays that nobody else holds."""
-        draw = _portable(flat, leaves) if self._plan.noise == "portable" else _fast(flat)
+        draw: Draw = partial(_fast, flat)
+        if self._plan.noise == "portable":
+            draw = partial(_portable, flat, leaves)
         strategy = self._plan.correlation
         if strategy is None or not self._plan.is_correlated:
             return draw(key_of(bits), release.draw_stddev)
-        held, first = self._held_before(release, flat), release.segment_start
-        if held is not None:
-            first = held.step
-        kept: list[Kept] = [()] * len(flat.parts) if held is None else held.kept
-        if isinstance(strategy, Window) and release.step - first >= len(strategy.weights):
-            # Nothing before is needed: of a seeded plan any step may be asked for.
-            first, kept = release.step - len(strategy.weights) + 1, [()] * len(flat.parts)
-            first = max(first, release.segment_start)
+        begin = release.segment_start
+        if isinstance(strategy, Window):  # a step of a seed may be asked for without those before
+            begin = max(begin, release.step + 1 - len(strategy.weights))
+        held = self._held_before(release, flat)
+        first, kept = begin, list[Kept]([()] * len(flat.parts))
+        if held is not None and held.step >= begin:
+            first, kept = held.step, held.kept
         noise = list[Tensor]()
         for step in range(first, release.step + 1):
             index, key = step - release.segment_start, key_of(self._bits_of(step, release, bits))
@@ -215,12 +229,12 @@ class NoiseSource:
                 for z, own in zip(draw(key, 1.0), kept, strict=True)
             ]
             noise, kept = [one for one, _ in found], [own for _, own in found]
-        self._held = Held((os.getpid(), release.segment), release.step + 1, flat, kept)
+        self.held = Held((os.getpid(), release.segment), release.step + 1, flat, kept)
         return noise
 
     def _held_before(self, release: Release, flat: Layout) -> Held | None:
         """What is kept of the segment before a release; None at its beginning."""
-        held = self._held
+        held = self.held
         if held is None or held.owner != (os.getpid(), release.segment) or held.step > release.step:
             return None
         if held.layout != flat:
@@ -244,74 +258,146 @@ class NoiseSource:
         return hashlib.blake2b(step.to_bytes(8, "little"), key=bits).digest()
 
 
-#: (key, standard deviation) -> normals of each part.
+def next_noise(
+    strategy: Strategy, index: int, z: Tensor, kept: Kept, stddev: float
+) -> tuple[Tensor, Kept]:
+    """Return the correlated noise C^-1 z of a step, and what is kept for the next.
+
+    A window keeps its normals, a band as many noises as it has coefficients, a buffered Toeplitz
+    strategy its buffers, and any other strategy all normals of the segment.
+
+    Args:
+        strategy: `Strategy` of the plan.
+        index: int, number of the step in its segment.
+        z: (k,) standard normals of the step, which may be overwritten.
+        kept: arrays (k,) of the step before; () at the beginning.
+        stddev: float, standard deviation of z in the sum, gradient units.
+
+    Source: Denisov et al. 2022 (arXiv 2202.08312); McMahan et al. 2024 (arXiv 2404.16706) for BLT.
+    """
+    if isinstance(strategy, Band):
+        first, *taps = strategy.weights
+        noise = z.mul_(stddev)
+        for tap, earlier in zip(taps, kept, strict=False):
+            noise.sub_(earlier * tap)
+        noise.mul_(1 / first)
+        return noise.clone(), (noise, *kept)[: len(taps)]
+    if isinstance(strategy, BLT):
+        buffers = kept or tuple(z.new_zeros(len(z)) for _ in strategy.decays)
+        noise = z.mul_(stddev)
+        for scale, buffer in zip(strategy.scales, buffers, strict=True):
+            noise.sub_(buffer * scale)  # rounded twice, on any device and in any part
+        pairs = zip(strategy.decays, buffers, strict=True)
+        return noise, tuple((buffer * decay).add_(noise) for decay, buffer in pairs)
+    is_window = isinstance(strategy, Window)
+    weights = strategy.weights if isinstance(strategy, Window) else strategy.inverse(index + 1)
+    noise = z * (stddev * float(weights[0]))
+    for weight, earlier in zip(weights[1:], kept, strict=False):
+        noise.add_(earlier * (stddev * float(weight)))
+    return noise, (z, *kept)[: len(weights) - is_window]
+
+
+def keyed_generator(key: Key, device: torch.device, block: int = 0) -> torch.Generator:
+    """Return the generator of one block of a key's numbers, which depends on all 64 bits of it.
+
+    On the CPU its whole state is derived from (key, block): torch's own seeding keeps 32 bits of a
+    seed, so that keys of different steps would soon collide.
+    """
+    generator = torch.Generator(device)
+    if device.type != "cpu":
+        key = fold_in(key, block)
+        return generator.manual_seed((int(key[0]) << 32) | int(key[1]))
+    secret = np.array([*key, block], "<u8").tobytes()
+    words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
+    state = generator.get_state().numpy()
+    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)[:] = words
+    return generator.set_state(torch.from_numpy(state))
+
+
+def normals_between(
+    key: Key, stddev: float, start: int, stop: int, *, size: int, like: Tensor
+) -> Tensor:
+    """Return the normals start..stop-1 of a flat array of `size`, of the kind of `like`.
+
+    Each block of the array has a generator of its own. On the CPU, where torch draws on one core,
+    blocks are drawn in parallel; the numbers do not depend on the number of threads.
+    """
+    noise, length = like.new_empty(stop - start), _BLOCK if on_host(like) else DEVICE_BLOCK
+    first = start // length
+
+    def fill(number: int) -> None:
+        low, high = (first + number) * length, min((first + number + 1) * length, size)
+        part = noise[max(start, low) - start : min(stop, high) - start]
+        block = part if len(part) == high - low else like.new_empty(high - low)
+        block.normal_(0.0, stddev, generator=keyed_generator(key, like.device, first + number))
+        if block is not part:
+            part.copy_(block[max(start, low) - low :][: len(part)])
+
+    count = -(-stop // length) - first if len(noise) else 0
+    # A few blocks take less time than a thread needs to start while torch's own threads spin.
+    threads = torch.get_num_threads() if length == _BLOCK and count > FEW else 1
+    fill_blocks(fill, count, threads)
+    return noise
+
+
+#: Function of (key, standard deviation) -> normals of each part.
 Draw = Callable[[Key, float], list[Tensor]]
 
 
-def _fast(flat: Layout) -> Draw:
+def _fast(flat: Layout, key: Key, stddev: float) -> list[Tensor]:
     """Draw the normals of torch's own generator."""
+    return [
+        normals_between(
+            fold_in(key, part.group),
+            stddev,
+            part.start,
+            part.start + part.length,
+            size=flat.sizes[part.group],
+            like=flat.like(part),
+        )
+        for part in flat.parts
+    ]
 
-    def draw(key: Key, stddev: float) -> list[Tensor]:
-        likes = {part.group: flat.like(part) for part in flat.parts}
-        arrays = {
-            group: Normals(fold_in(key, group), stddev, flat.sizes[group], like)
-            for group, like in likes.items()
-        }
-        return [arrays[p.group].between(p.start, p.start + p.length) for p in flat.parts]
 
-    return draw
-
-
-def _portable(flat: Layout, layout: Sequence[ParameterMap] | None) -> Draw:
+def _portable(
+    flat: Layout, layout: Sequence[ParameterMap] | None, key: Key, stddev: float
+) -> list[Tensor]:
     """Draw the normals that JAX draws: leaf i from `fold_in(key, i)`."""
-    leaves = {leaf.torch_name: leaf for leaf in layout or ()}
+    leaves, found = {leaf.torch_name: leaf for leaf in layout or ()}, list[Tensor]()
     missing = sorted(set(flat.names) - set(leaves)) if layout is not None else []
     if missing:
         raise ValueError(
             f"layout lacks the parameters {missing}. Expected dualdp.port.match(model, params) of "
             "this model."
         )
+    for part in flat.parts:
+        (name,), (start, size), like = part.names, part.piece, flat.like(part)
+        dtype: Any = np.float64 if like.dtype == torch.float64 else np.float32
+        if name in leaves:  # a tensor may be several leaves of JAX
+            leaf = partial(_leaf, key, dtype)
+            drawn = np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
+        else:
+            own, stop = fold_in(key, flat.names.index(name)), start + part.length
+            drawn = threefry.normal_between(own, start, stop, size=size, dtype=dtype)
+        found.append(torch.from_numpy(drawn).to(like.device).mul_(stddev))
+    return found
 
-    def normals(key: Key, part: Part, dtype: type[np.floating[Any]]) -> NDArray[Any]:
-        (name,), (start, size) = part.names, part.piece
 
-        # A tensor may be several JAX leaves; `ParameterMap.normals` calls `leaf` for each of them.
-        def leaf(number: int, shape: tuple[int, ...]) -> NDArray[Any]:
-            return threefry.normal(fold_in(key, number), shape, dtype=dtype)
-
-        if name in leaves:
-            return np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
-        own, stop = fold_in(key, flat.names.index(name)), start + part.length
-        return threefry.normal_between(own, start, stop, size=size, dtype=dtype)
-
-    def draw(key: Key, stddev: float) -> list[Tensor]:
-        found = list[Tensor]()
-        for part in flat.parts:
-            like = flat.like(part)
-            dtype = np.float64 if like.dtype == torch.float64 else np.float32
-            found.append(torch.from_numpy(normals(key, part, dtype)).to(like.device).mul_(stddev))
-        return found
-
-    return draw
+def _leaf(key: Key, dtype: Any, number: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    return threefry.normal(fold_in(key, number), shape, dtype=dtype)
 
 
 def _secure(
-    flat: Layout, totals: list[list[Tensor]], release: Release, bits: bytes, *, is_whole: bool
+    flat: Layout, totals: list[list[Tensor]], release: Release, bits: bytes
 ) -> list[Tensor]:
     """Sums with noise on the public grid, computed on the host in float64."""
-    size, threads = sum(flat.sizes), torch.get_num_threads()
+    size, threads, noisy = sum(flat.sizes), torch.get_num_threads(), list[Tensor]()
     pitch = grid_noise.pitch(release.max_grad_norm, size)
     cells = release.draw_stddev / pitch
-    if is_whole:
-        whole = grid_noise.grid_noise(bits, cells=cells, size=size, threads=threads)
-    noisy = list[Tensor]()
     for part, parts in zip(flat.parts, totals, strict=True):
         start = sum(flat.sizes[: part.group]) + part.start
-        stop = start + part.length
-        if is_whole:
-            noise = whole[start:stop]
-        else:
-            noise = grid_noise.grid_noise(bits, cells=cells, size=size, start=start, stop=stop)
+        where = {"start": start, "stop": start + part.length, "threads": threads}
+        noise = grid_noise.grid_noise(bits, cells=cells, size=size, **where)
         total = _flatten_dense_tensors(parts)
         found = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
         noisy.append(torch.from_numpy(found).to(total.device))
@@ -401,14 +487,12 @@ def check_sum(grads: Mapping[str, Tensor]) -> None:
             "clipped_grad_sum(...).grads."
         )
     for name, grad in grads.items():
-        if not torch.is_tensor(grad) or grad.is_meta:
-            what = "on the meta device" if torch.is_tensor(grad) else _validate.kind(grad)
-            raise TypeError(f"grads[{name!r}] is {what}. Expected a torch tensor with numbers.")
-        if hasattr(grad, "device_mesh"):
+        if not torch.is_tensor(grad) or grad.is_meta or hasattr(grad, "device_mesh"):
+            what = _validate.kind(grad)
+            what += f" on {grad.device}" if torch.is_tensor(grad) else ""
             raise TypeError(
-                f"grads[{name!r}] is a DTensor, of which a process holds a piece. Expected whole "
-                "tensors, such as grad.full_tensor(), from which each process takes its piece of "
-                "the result; or fully_shard with make_private, which draws the noise of pieces."
+                f"grads[{name!r}] is {what}. Expected a torch tensor with numbers, and whole: of a "
+                "DTensor grad.full_tensor(), or fully_shard with make_private."
             )
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp_torch.noise.noise import Piece
-from dualdp_torch.parallel.process_group import Group, modules_of
+from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.rules.base import Tensor, wide
 
 #: Methods that need no more than one layer's gradient on one process.
@@ -54,18 +54,13 @@ def local_of(tensor: Tensor) -> Tensor:
     return found.wait() if hasattr(found, "wait") else found  # type: ignore[no-any-return]
 
 
-def has_sharded(module: nn.Module) -> bool:
-    """True if a parameter, frozen ones included, is a `DTensor`.
+def sharded_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters that are `DTensor`s by name, frozen ones included.
 
     Without that class, as in most programs, no parameter is looked at.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return False
-    return any(is_sharded(p) for m in modules_of(module) for p in m._parameters.values())
-
-
-def sharded_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters that are `DTensor`s by name, frozen ones included."""
+        return {}
     return {name: p for name, p in module.named_parameters() if is_sharded(p)}
 
 
@@ -75,16 +70,12 @@ def fsdp_layers(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
 
 
-def is_tensor_parallel(module: nn.Module) -> bool:
-    """True if a parameter, frozen ones included, is a `DTensor` that no `fully_shard` gathers."""
-    return has_sharded(module) and not fsdp_layers(module)
-
-
 def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
     """Refuse a model that computes with pieces of its parameters."""
-    if is_tensor_parallel(module):
+    sharded = sharded_parameters(module)
+    if sharded and not fsdp_layers(module):
         raise TypeError(
-            f"The parameters {sorted(sharded_parameters(module))} are DTensors, but no layer was "
+            f"The parameters {sorted(sharded)} are DTensors, but no layer was "
             "given to fully_shard. Expected fully_shard(model), which gathers them in forward, or "
             "the whole model on every process: tensor parallelism (parallelize_module) is not "
             f"covered by {call}; {instead}."
@@ -95,38 +86,29 @@ def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
     Raises:
-        TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
-            processes, or not at all while others are.
+        TypeError: a parameter is sharded otherwise than by `fully_shard` over all processes, or a
+            trainable one not at all while others are.
         ValueError: the method needs whole gradients of many layers at once.
     """
     refuse_tensor_parallel(module, "dualdp_torch", "meshes of dualdp_jax have it")
-    for name, p in sharded_parameters(module).items() if has_sharded(module) else ():
-        if sum(not placement.is_replicate() for placement in p.placements) > 1:
-            raise TypeError(
-                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
-                "Expected fully_shard(model) alone: tensor parallelism (parallelize_module) is not "
-                "covered."
-            )
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
-    if not sharded:
-        return
-    whole = sorted(trained.keys() - sharded.keys())
-    if whole:
-        raise TypeError(
-            f"The trainable parameters {whole} are not sharded while others are. Expected "
-            "fully_shard on the whole model, without ignored_params; freeze what is ignored."
-        )
+    sharded = sharded_parameters(module)
     for name, p in sharded.items():
         mesh, placements = p.device_mesh, tuple(p.placements)
         is_by_rows = len(placements) == 1 and placements[0].is_shard(0)
         if not is_by_rows or mesh.size() != dist.get_world_size():
             raise TypeError(
                 f"Parameter {name!r} has the placements {placements} on {mesh}. Expected Shard(0) "
-                "on one mesh dimension over all processes, as fully_shard(module) does without a "
-                "mesh of its own."
+                "on one mesh dimension over all processes, as fully_shard(model) does without a "
+                "mesh of its own: tensor parallelism (parallelize_module) is not covered."
             )
-    if method not in METHODS:
+    trained = {name for name, p in module.named_parameters() if p.requires_grad and sharded}
+    whole = sorted(trained - sharded.keys())
+    if whole and len(whole) < len(trained):
+        raise TypeError(
+            f"The trainable parameters {whole} are not sharded while others are. Expected "
+            "fully_shard on the whole model, without ignored_params; freeze what is ignored."
+        )
+    if len(whole) < len(trained) and method not in METHODS:
         raise ValueError(
             f"method={method!r} holds per-sample gradients of every layer at once, which a model "
             f"under fully_shard is too large for. Expected one of {METHODS}."
@@ -135,7 +117,7 @@ def check_sharded(module: nn.Module, method: str) -> None:
 
 def refuse_sharded(module: nn.Module, call: str) -> None:
     """Refuse a sharded model in a call, such as "save_checkpoint", that handles whole tensors."""
-    if has_sharded(module):
+    if sharded_parameters(module):
         instead = call.replace("_checkpoint", "_sharded_checkpoint")
         raise TypeError(
             f"{call} came with a model under fully_shard, which no process holds whole. Expected "
@@ -201,39 +183,26 @@ class Shards:
             _reduce_scatter(piece, total.contiguous(), group=group.process_group)
         return piece[: len(p.to_local())]
 
-    def require_same_order(self, names: Iterable[str]) -> None:
-        """Refuse sums that were formed in another order than on other processes.
-
-        Sums are reduced as the backward forms them: another order would mix different parameters.
-        """
-        self.group.require_same("the order of the sums", list(names), _ALIKE)
-
     def gradient(self, name: str, piece: Tensor) -> Tensor:
         """Return the value of `p.grad` for the optimizer: a `DTensor` of the parameter's dtype."""
         from torch.distributed.tensor import DTensor
 
         p = self.parameters[name]
         local = p.to_local()
-        shape, stride = p.shape, p.stride()
         return DTensor.from_local(
             piece.to(local).view_as(local),
             p.device_mesh,
             p.placements,
             run_check=False,
-            shape=shape,
-            stride=stride,
+            shape=p.shape,
+            stride=p.stride(),
         )
 
     def first_that(self, holds: bool) -> int | None:
         """Return the first rank on which `holds` is true, or None; the same on all processes."""
-        size = self.group.size
-        found = size - self.largest(size - self.group.rank if holds else 0)
+        size, device = self.group.size, next(iter(self.plain.values())).device
+        found = size - self.group.largest(size - self.group.rank if holds else 0, device)
         return found if found < size else None
-
-    def largest(self, number: int) -> int:
-        """Return the maximum of a number over the processes."""
-        device = next(iter(self.plain.values())).device
-        return int(self.group.largest(torch.tensor(int(number), device=device)))
 
     def require_same_layers(self, uses: Iterable[Iterable[str]]) -> None:
         """Refuse a forward that used other layers than on other processes.
@@ -250,19 +219,6 @@ class Shards:
         few = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), few)
         few = self.group.gather("the examination of the model", few)[rank]
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), few)
-
-    def explain(self, error: BaseException | None) -> None:
-        """Add a note on how to recover to an error that was raised by FSDP's own collectives."""
-        trace = error.__traceback__ if error is not None else None
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if error is not None and trace is not None:
-            if str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed."):
-                error.add_note(
-                    f"Rank {self.group.rank} of {self.group.size} lost another process while a "
-                    "layer was gathered. End all processes and start them again from the last "
-                    "checkpoint (load_sharded_checkpoint)."
-                )
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
@@ -304,7 +260,8 @@ class Shards:
         for name, p in self.plain.items():
             if name not in found:
                 arrived(name, p)
-        self.require_same_order(found)
+        # Another order of the backward would have mixed different parameters.
+        self.group.require_same("the order of the sums", list(found), _ALIKE)
         return {name: found[name] for name in self.plain}
 
 

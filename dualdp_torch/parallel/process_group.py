@@ -8,21 +8,21 @@ reached different points stop with an error that names both, instead of waiting 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
+from dualdp import exactness
 from dualdp_torch.rules.base import Tensor
 
-_BUCKET = 25 * 2**20  # bytes of sums in one all-reduce
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Result = TypeVar("Result")
 
@@ -76,46 +76,28 @@ class Group:
             )
         return [theirs for _, theirs in found]
 
-    def on_all(self, point: str, call: Callable[[], Result], *, first_only: bool = False) -> Any:
-        """Run a call on each process, and return all results, by rank.
+    def each(self, point: str, call: Callable[[], Result] | None) -> list[Result]:
+        """Return what a call returned on every process, by rank; None does nothing here.
 
-        With `first_only` only rank 0 runs it, and its result is returned. If it fails on another
-        process, all stop; an error of this one is raised as it is.
+        If it fails on another process, all stop; an error of this one is raised as it is.
         """
-        error, result = None, None
+        result, error = None, None
         try:
-            if self.is_first or not first_only:
-                result = call()
+            result = None if call is None else call()
         except Exception as failed:  # noqa: BLE001
             error = failed
         text = None if error is None else f"{type(error).__name__}: {error}"
         found = self.gather(point, (result, text))
         if error is not None:
             raise error
-        self._require_success(point, [failure for _, failure in found])
-        return found[0][0] if first_only else [result for result, _ in found]
-
-    def word(self, point: str, call: Callable[[], Result]) -> Result:
-        """Return what a call returns on rank 0, in one message from there; its error stops all."""
-        error: Exception | None = None
-        message: list[Any] = [None]
-        if self.is_first:
-            try:
-                message = [(call(), None)]
-            except Exception as failed:  # noqa: BLE001
-                error, message = failed, [(None, f"{type(failed).__name__}: {failed}")]
-        with self.collective(point):
-            dist.broadcast_object_list(message, group=self.process_group, group_src=0)
-        if error is not None:
-            raise error
-        result, failure = message[0]
-        self._require_success(point, [failure])
-        return result  # type: ignore[no-any-return]
-
-    def _require_success(self, point: str, failures: Sequence[str | None]) -> None:
-        for rank, failure in enumerate(failures):
+        for rank, (_, failure) in enumerate(found):
             if failure is not None:
                 raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
+        return [result for result, _ in found]  # type: ignore[misc]
+
+    def word(self, point: str, call: Callable[[], Result]) -> Result:
+        """Return what a call returns on rank 0; its error stops all."""
+        return self.each(point, call if self.is_first else None)[0]
 
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
@@ -125,11 +107,8 @@ class Group:
         `what` is its name, and `hint` the advice of the error. With shown=False values that were
         computed from private data are kept out of the error.
         """
-        point = f"the comparison of {what}"
-        text = json.dumps(value, sort_keys=True, default=repr)
-        if len(set(self.gather(point, hashlib.sha256(text.encode()).hexdigest()))) == 1:
-            return
-        values = self.gather(point, json.loads(text))  # long, so sent only if the digests differ
+        value = json.loads(json.dumps(value, sort_keys=True, default=repr))
+        values = self.gather(f"the comparison of {what}", value)
         for rank, theirs in enumerate(values):
             for field, ours, other in _differences(values[0], theirs, what):
                 ours, other = (ours, other) if shown else ("one", "another")
@@ -138,12 +117,63 @@ class Group:
                     f"{rank}. Expected the same on all {self.size}. {hint}"
                 )
 
-    def largest(self, numbers: Tensor) -> Tensor:
-        """Return the elementwise maximum over the processes, for a decision of all."""
-        found = numbers.clone()
+    def largest(self, number: int, device: torch.device) -> int:
+        """Return the maximum of a number over the processes, for a decision of all."""
+        found = torch.tensor(number, device=device)
         with self.collective("a decision"):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
-        return found
+        return int(found)
+
+    def summed(self, point: str, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over the processes, which have the same names in the same order.
+
+        Tensors of one device and dtype are reduced together, and are views of one array.
+
+        Guarantees:
+            The same bits on all processes.  [test_ranks_end_where_one_ends]
+        """
+        kinds: dict[Any, list[str]] = {}
+        for name, total in sums.items():
+            kinds.setdefault((total.device, total.dtype), []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in kinds.values():
+            parts = [sums[name] for name in names]
+            # `cat` copies even one tensor: two sums may share it, and it would be reduced twice.
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            with self.collective(point):
+                dist.all_reduce(flat, group=self.process_group)
+            found |= zip(names, _unflatten_dense_tensors(flat, parts), strict=True)
+        return {name: found[name] for name in sums}
+
+    def compare_sums(
+        self, point: str, own: Mapping[str, Tensor], total: Mapping[str, Tensor], seed: int
+    ) -> None:
+        """Compare reduced sums with each process's own, along random signs that all draw alike.
+
+        Raises:
+            ExactnessError: they are not what the processes had, added up.
+        """
+        generator, rows = torch.Generator().manual_seed(seed), list[tuple[float, float, float]]()
+        for name, mine in own.items():
+            signs = 2 * torch.randint(2, mine.shape, generator=generator, dtype=torch.int8) - 1
+            signs = signs.to(mine)
+            ours, theirs = ((t * signs).sum(dtype=torch.float64) for t in (mine, total[name]))
+            rows.append((float(ours), float(theirs), float(torch.linalg.vector_norm(mine))))
+        each = np.array(self.gather(f"the sums of {point}", rows))  # (processes, names, 3)
+        along, size = each[..., 0].sum(0), each[..., 2].sum(0)
+        errors = abs(each[..., 1] - along) / np.where(size > 0, size, 1)  # (processes, names)
+        for name, found, length in zip(own, errors.T, size, strict=True):
+            precision = str(own[name].dtype).removeprefix("torch.")
+            if math.isfinite(length) and not (found <= exactness.TOLERANCE[precision]).all():
+                error = exactness.power_of_ten(float(found.sum()))
+                raise exactness.ExactnessError(
+                    "A spot check failed: the sum over the processes differs from what each of "
+                    f"them had, added up, by {error} of it (parameter {name!r}). Nothing was "
+                    "released for this batch. Report it, with the backend of the process group and "
+                    "the version of torch.",
+                    relative_error=error,
+                    unprotected_details={"errors": found.tolist()},
+                )
 
     @contextlib.contextmanager
     def collective(self, point: str) -> Iterator[None]:
@@ -159,14 +189,11 @@ class Group:
             ) from error
 
 
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-
-
 def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, str]]:
     """Yield (field, ours, theirs) for every leaf in which two JSON values differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in dict.fromkeys([*ours, *theirs]):
-            pair = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
+            pair = ours.get(key, "nothing"), theirs.get(key, "nothing")
             yield from _differences(*pair, f"{name}[{key!r}]")
     elif isinstance(ours, list) and isinstance(theirs, list):
         if len(ours) != len(theirs):
@@ -177,90 +204,18 @@ def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, 
         yield name, repr(ours), repr(theirs)
 
 
-class Reduction:
-    """All-reduce of named tensors in buckets, which starts while others are still being formed.
-
-    `like` maps each name to a tensor of the sum's shape and device, on all processes alike.
-
-    Guarantees:
-        The same bits on all processes.  [test_ranks_end_where_one_ends]
-    """
-
-    def __init__(self, group: Group, point: str, like: Mapping[str, Tensor]) -> None:
-        self._group, self._point, self._like = group, point, like
-        self._missing, self._waiting = set(like), deque(_buckets(like))
-        self._formed: dict[str, Tensor] = {}
-        self._sent: list[tuple[Any, Tensor, list[str]]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a complete tensor, which is not modified, and send the buckets that are complete."""
-        self._missing.remove(name)
-        self._formed[name] = tensor
-        # Buckets go out in the same order on all processes, whatever the order of `add`.
-        while self._waiting and self._missing.isdisjoint(self._waiting[0]):
-            names = self._waiting.popleft()
-            # `cat` copies even one tensor: two sums may share it, and it would be reduced twice.
-            flat = torch.cat([self._formed.pop(n).reshape(-1) for n in names])
-            with self._group.collective(self._point):
-                work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
-            self._sent.append((work, flat, names))
-
-    def finish(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over the processes by name; tensors of one bucket are views of one array.
-
-        `sums` maps each name to its tensor, including those that `add` got already.
-        """
-        for name in self._like:
-            if name in self._missing:
-                self.add(name, sums[name])
-        totals: dict[str, Tensor] = {}
-        for work, flat, names in self._sent:
-            with self._group.collective(self._point):
-                work.wait()
-            shapes = [self._like[name] for name in names]
-            totals.update(zip(names, _unflatten_dense_tensors(flat, shapes), strict=True))
-        self._sent.clear()
-        return {name: totals[name] for name in self._like}
-
-
-def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield lists of names whose tensors are reduced together, of one device and dtype each."""
-    groups: dict[Any, list[str]] = {}
-    for name, tensor in sums.items():
-        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
-    for names in groups.values():
-        bucket, size = list[str](), 0
-        for name in names:
-            bucket.append(name)
-            size += sums[name].numel() * max(4, sums[name].element_size())
-            if size >= _BUCKET or name == names[-1]:
-                yield bucket
-                bucket, size = [], 0
-
-
 def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Return the result of a call on this process, once it has succeeded on all."""
     if group is None:
         return call()
     kept: list[Result] = []
-    group.on_all(point, lambda: kept.append(call()))  # results may be large: they are not sent
+    group.each(point, lambda: kept.append(call()))  # results may be large: they are not sent
     return kept[0]
 
 
 def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Run a call on rank 0, or here without a group, and return its result on all processes."""
-    if group is None:
-        return call()
-    result: Result = group.on_all(point, call, first_only=True)
-    return result
-
-
-def device_kind(device: torch.device) -> str:
-    """Return a name for the properties of a device that determine its generator's numbers."""
-    if device.type != "cuda":
-        return str(device)
-    properties = torch.cuda.get_device_properties(device)
-    return f"cuda {properties.name} {properties.multi_processor_count}"
+    return call() if group is None else group.word(point, call)
 
 
 def as_integers(tensor: Tensor) -> Tensor:

@@ -28,6 +28,17 @@ def flattened(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(arguments)
 
 
+def _refuse_layout(leaf: Tensor) -> None:
+    """Refuse a tensor without rows that can be picked."""
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind = "nested" if leaf.is_nested else "sparse"
+        dense = "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
+        raise TypeError(
+            f"The batch holds a {kind} tensor, of which single examples can't be picked. Expected "
+            f"a dense one: {dense}, in collate_fn or before the model's call."
+        )
+
+
 def _refuse_array(leaf: Any) -> None:
     """Refuse what may hold examples and is no tensor."""
     is_array = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
@@ -59,6 +70,7 @@ class Batch:
             if not torch.is_tensor(leaf):
                 _refuse_array(leaf)
                 continue
+            _refuse_layout(leaf)
             if leaf.is_meta:
                 raise ValueError(
                     "The batch holds a tensor on the meta device, which has no numbers. Expected "
@@ -78,6 +90,11 @@ class Batch:
             if mapping is not None:
                 came += f", but {_validate.kind(mapping)}, of which dict(...) would show them"
             way_out = ", or 1 if all examples share it (unsqueeze(0))" if shares else ""
+            if len(sizes) > 1:
+                way_out += (
+                    ". Rows of unequal lengths, also joined ones with offsets, are padded to one "
+                    "length and masked (pad_sequence(rows, batch_first=True))"
+                )
             raise ValueError(
                 f"The batch arguments hold {came}. Expected the same number of examples on axis 0 "
                 f"of every tensor{way_out}."

@@ -19,7 +19,7 @@ from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, candidates
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import CANT_REPEAT
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
 from dualdp_torch.per_sample.random_state import (
     NoRandomness,
@@ -175,6 +175,10 @@ def examine(
                 return _axes(own, few, tolerance, picking.was_seen)
             except SecondOrderError as error:
                 return str(error)
+            except RuntimeError as error:
+                if type(error) is RuntimeError and few.n < batch.n:
+                    raise UnsupportedLayerError(OF_ONE_SIZE.format(error=error)) from error
+                raise
 
 
 def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes | str:

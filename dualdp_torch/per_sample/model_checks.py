@@ -22,6 +22,12 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 #: Modules of dynamic quantisation, by the names of torch's modules.
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
+OF_ONE_SIZE = (
+    "The model takes batches of one size only ({error}). Private batches vary in size, and "
+    "examples are looked at in smaller ones. Expected a forward of any number of rows: make "
+    "states, masks and targets there, with the size of its input (len(x))."
+)
+
 
 @dataclass(frozen=True)
 class Finding:

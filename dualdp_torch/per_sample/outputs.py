@@ -80,6 +80,11 @@ def require_rows(leaf: Tensor, n: int) -> None:
     if leaf.dim() and len(leaf) == n:
         return
     advice = "return the output of each example, and take means in the loop"
+    if leaf.dim() and len(leaf) > 1 and n > 1:
+        advice = (
+            "rows of unequal lengths that were joined, such as the nodes of graphs, are padded to "
+            "one length and masked; a list of rows is stacked (torch.stack) before the model"
+        )
     if n in leaf.shape and n > 1:
         advice = "transpose it in forward (batch_first=True)"
     elif n == 1:

@@ -236,8 +236,10 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             )
         if not p.is_leaf:
             raise ValueError(
-                f"Parameter {name!r} is no leaf, as in a deep copy of a TorchScript module. "
-                "Expected the module that was copied, or one that torch.jit.load returned."
+                f"Parameter {name!r} is no leaf, so that no gradient is kept for it, as in "
+                "functional_call with parameters that were made (fast weights) and in a deep copy "
+                "of a TorchScript module. Expected the model's own parameters in a private step, "
+                "and functional_call under engine.pause(); or the module that was copied."
             )
         if p.is_complex():
             raise UnsupportedLayerError(

@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,14 +90,9 @@ class RandomState:
             now.put()
 
 
-@contextlib.contextmanager
-def untouched_generators(model: nn.Module | None = None) -> Iterator[None]:
-    """Context that restores all generators at its end."""
-    now = RandomState() if model is None else RandomState.of(model)
-    try:
-        yield
-    finally:
-        now.put()
+def untouched_generators(model: nn.Module | None = None) -> AbstractContextManager[None]:
+    """Return a context that restores all generators at its end."""
+    return (RandomState() if model is None else RandomState.of(model)).repeated()
 
 
 @contextlib.contextmanager
@@ -161,11 +157,6 @@ def checksums(model: nn.Module) -> dict[tuple[str, int], Tensor]:
     return found
 
 
-def _numbers_of(module: nn.Module) -> dict[str, float]:
-    """Return name -> number of the attributes that are one, such as a count of calls."""
-    return {key: v for key, v in vars(module).items() if type(v) is int or type(v) is float}
-
-
 def refuse_written(before: Mapping[tuple[str, int], Tensor] | None, model: nn.Module) -> None:
     """Refuse a model whose forward wrote a parameter since these checksums, if there are any."""
     now = checksums(model) if before is not None else {}
@@ -194,7 +185,8 @@ class Start:
     def of(cls, model: nn.Module, *, is_checked: bool = False) -> Start:
         """Return the state before the next forward."""
         sums = checksums(model) if is_checked else None
-        numbers = [_numbers_of(module) for module in modules_of(model)]
+        each = [vars(module).items() for module in modules_of(model)]
+        numbers = [{k: v for k, v in own if type(v) is int or type(v) is float} for own in each]
         return cls(RandomState.of(model), buffers_of(model), numbers, sums)
 
     def on(self, model: nn.Module) -> Start:

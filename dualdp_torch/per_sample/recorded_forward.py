@@ -16,8 +16,6 @@ from dualdp.exactness import CHECKS
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.checks import identity
-from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS, Twins
 from dualdp_torch.per_sample.clip import (
     Terms,
@@ -62,33 +60,15 @@ class Record:
             if problem is not None:
                 raise problem.raised(was_right=False)
         if n:
-            gradients = self._read()
-            is_new = not recorder.was_checked(self.purpose) or recorder.analyses.by_data
-            is_due = self._check == "always" or is_new  # twins keep the start of every forward
-            if is_due and recorder.start is not None and recorder.parameters:
-                self._check_model(gradients)
+            gradients, start = self._read(), recorder.start
+            if start is not None and start.sums is not None and recorder.parameters:
+                terms = Terms(self._scale, {}, "flat", None)
+                options: dict[str, Any] = {"is_first": not recorder.was_checked(self.purpose)}
+                options |= {"seed": recorder.analyses.next_seed(), "what": "the gradient"}
+                numbers = numbers_of(gradients, recorder.losses(self._scale), terms)
+                found, _ = recorder.checked(numbers, terms, self.purpose, **options)
+                self._gradients = gradients if found is numbers else found.gradients
         recorder.twins.clear()
-
-    def _check_model(self, gradients: Gradients) -> None:
-        """Compare the recorded gradients with their definition; take another way if need be."""
-        recorder, terms = self._recorder, Terms(self._scale, {}, "flat", None)
-        is_first, compared = not recorder.was_checked(self.purpose), False
-        seed = recorder.analyses.next_seed()
-
-        def compare(numbers: Numbers) -> None:
-            nonlocal compared
-            reference, again = recorder.reference(terms), recorder.numbers_again(terms)
-            compared = identity.check(
-                reference, numbers, again, seed=seed, is_first=is_first, what="the gradient"
-            )
-
-        numbers = numbers_of(gradients, recorder.losses(self._scale), terms)
-        with recorder.unchanged():
-            found = recorder.tried(numbers, terms, compare, is_first=is_first)
-        if found is not numbers:
-            self._gradients = found.gradients
-        if compared:
-            recorder.note_checked(self.purpose)
 
     @property
     def purpose(self) -> tuple[str, ...]:

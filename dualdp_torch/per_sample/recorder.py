@@ -29,6 +29,7 @@ from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
@@ -36,7 +37,7 @@ from dualdp_torch.per_sample.clip import (
     Terms,
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_forward import Forward, each_alone, gradients_alone, joined
@@ -106,6 +107,7 @@ class Recorder:
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
         by_loop: True if each example runs alone, by the method or since nothing else was right.
+        usual_size: examples in the loader's batches; a model that takes no others is refused.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -124,6 +126,7 @@ class Recorder:
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.is_inside, self.shards = True, False, Shards.of(model)
+        self.usual_size: int | None = None
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -226,13 +229,27 @@ class Recorder:
             self.is_inside = False
             return outputs
         except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
-            if self.shards is not None:
-                self.shards.explain(error)
             if self.is_inside:
                 self.is_inside = False
                 self.forwards.pop().close()
                 self.twins.rewind(len(self.forwards))
+            if _is_of_torch(error) and self._is_of_one_size(args, kwargs):
+                raise UnsupportedLayerError(OF_ONE_SIZE.format(error=error)) from error
             raise
+
+    def _is_of_one_size(self, args: Any, kwargs: Any) -> bool:
+        """True if the model takes as many rows as the loader's batches have, where it failed."""
+        if self.usual_size is None:
+            return False
+        batch = Batch((args, kwargs), shares=True, rows_per_unit=self.rows_per_unit)
+        usual = batch.rows(torch.arange(self.usual_size) % max(batch.n, 1))
+        given, options = usual.arguments()
+        try:
+            with self.pause(), self.twins.suspended(), on_copies(self.model), torch.no_grad():
+                self.model(*given, **options)
+        except RuntimeError:
+            return False
+        return True
 
     def _begin(self, args: Any, kwargs: Any) -> Forward:
         """Begin a recorded forward, whose arguments are checked, and find its analysis."""
@@ -244,7 +261,7 @@ class Recorder:
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(self.model, args, kwargs, batch.num_rows)
+            self.twins.enter_model(args, kwargs, batch.num_rows, self.model)
         if self.computes_loss:
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(batch)
@@ -256,7 +273,8 @@ class Recorder:
         if self.by_loop or forward.by_vmap:
             _refuse_gradients_of_inputs(forward)
         is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
-        if self.method == "two_pass" or is_due or self.twins.is_on:
+        is_led = self.twins.is_on and self.shards is None  # all processes gather in a forward
+        if self.method == "two_pass" or is_due or is_led:
             forward.start = Start.of(self.model, is_checked=is_due)
         return forward
 
@@ -306,7 +324,8 @@ class Recorder:
         """Refuse a model that was cut, or whose parameters changed, since set-up."""
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
-            changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
+            strange = {name for name, p in current.items() if id(p) not in self._names}
+            changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
@@ -372,7 +391,8 @@ class Recorder:
 
     def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
         """Return what the model gives for some units, from the state before a forward."""
-        assert forward.start is not None
+        if forward.start is None:
+            raise RuntimeError("The forward can't be run again.")
         with self.unchanged(), forward.start.replayed(self.model):
             args, kwargs = forward.batch.rows(units).arguments()
             leaves = pytree.tree_leaves(self.model(*args, **kwargs))
@@ -658,14 +678,30 @@ class Recorder:
         again = _recorded if self.computes_loss else _called
         return partial(again, method or self.method, terms)
 
-    def tried(
-        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], *, is_first: bool
-    ) -> Numbers:
-        """Return checked numbers; on a first batch of "auto" those of another way if need be.
+    def checked(
+        self, numbers: Numbers, terms: Terms, purpose: tuple[Any, ...], **options: Any
+    ) -> tuple[Numbers, bool]:
+        """Return numbers that were compared with their definition, and if any could be.
 
-        Captured uses are tried first, then `vmap`, then the loop. A forward that draws random
-        numbers has only the first way, as the others would draw other ones.
+        On a first batch of "auto" they may be those of another way: captured uses are tried first,
+        then `vmap`, then the loop. A forward that draws random numbers has only the first way, as
+        the others would draw other ones. `options` are those of `identity.check`.
         """
+        compared, is_first = list[bool](), options["is_first"]
+
+        def check(numbers: Numbers) -> None:
+            again = self.numbers_again(terms)
+            compared.append(identity.check(self.reference(terms), numbers, again, **options))
+
+        with self.unchanged():
+            found = self._tried(numbers, terms, check, is_first)
+        if compared[-1]:
+            self.note_checked(purpose)
+        return found, compared[-1]
+
+    def _tried(
+        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], is_first: bool
+    ) -> Numbers:
         try:
             check(numbers)
             return numbers
@@ -761,6 +797,15 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
                 "noise. Detach the input, or put both into one module; a generator's step belongs "
                 "under engine.pause()."
             )
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """True for a plain error that was not raised by dualdp."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return type(error) is RuntimeError and not where.startswith("dualdp")
 
 
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:

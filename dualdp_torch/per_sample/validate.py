@@ -14,10 +14,8 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import per_sample_norms
-from dualdp_torch.per_sample.batch import Batch, check_losses
-from dualdp_torch.per_sample.examination import examine
+from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.model_checks import Finding, module_findings, require_module
-from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.random_state import on_copies, untouched_generators
 
 
@@ -45,31 +43,26 @@ def validate(
     require_module("model", model)
     refuse_tensor_parallel(model, "validate", "call it before parallelize_module")
     findings = module_findings(model)
-    if loss_fn is None or findings:
+    if loss_fn is None or findings or not any(p.requires_grad for p in model.parameters()):
         return findings
     _validate.takes("loss_fn", loss_fn, "(model, *batch)", model, *batch)
-    examples, parameters = Batch(batch), trainable_parameters(model)
+    examples = Batch(batch)
     if examples.n < 2:
         raise ValueError(
             f"The batch holds {examples.n} examples. Expected at least two, so that it can be seen "
             "whether they mix."
         )
     try:
-        found = examine(model, loss_fn, examples, parameters)
-        if found is not None and parameters:
-            with untouched_generators(model), on_copies(model):
-                per_sample_norms(loss_fn, model, *batch, check="always")
+        with untouched_generators(model), on_copies(model):
+            found = per_sample_norms(loss_fn, model, *batch, per_parameter=True, check="always")
     except (UnsupportedLayerError, ExactnessError) as error:
         reason, _, what_to_do = str(error).partition(". ")
         return [Finding("", type(model).__name__, reason, what_to_do)]
-    if found is None:
+    finite = torch.stack([*found.values()]).isfinite().all(0)
+    if int(finite.sum()) < 2:
         raise ValueError(
             "Fewer than two losses of the batch are finite. Expected a batch to train on."
         )
-    with untouched_generators(model):
-        losses = check_losses(loss_fn(model, *examples.arguments()), examples.n)
-    values = list(parameters.values())
-    grads = torch.autograd.grad(losses.sum(), values, allow_unused=True)
     return [
         Finding(
             name,
@@ -77,6 +70,6 @@ def validate(
             "no example of the batch reaches it, so that it would be trained on noise alone",
             "Freeze it (requires_grad_(False)), or use it in forward.",
         )
-        for name, grad in zip(parameters, grads, strict=True)
-        if grad is None or not bool(grad.any())
+        for name, norms in found.items()
+        if not bool(norms[finite].any())
     ]

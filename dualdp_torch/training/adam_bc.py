@@ -76,12 +76,8 @@ class AdamBC(torch.optim.Optimizer):
         if unknown:
             raise ValueError(f"AdamBC has no {unknown[0]!r}. Expected a group without it.")
         super().add_param_group(param_group)
-        try:
-            for p in self.param_groups[-1]["params"]:
-                _require_wide(p)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        for p in self.param_groups[-1]["params"]:
+            _require_wide(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an `AdamBC`, as in torch.optim.
@@ -114,8 +110,8 @@ class AdamBC(torch.optim.Optimizer):
 
         Raises:
             TypeError: noise_stddev is missing, or no number.
-            ValueError: noise_stddev is negative or not finite; the state is that of another
-                optimizer; settings or parameters were changed to some that are refused.
+            ValueError: noise_stddev is negative or not finite; settings or parameters were
+                changed to some that are refused.
         """
         loss = None
         if closure is not None:
@@ -137,23 +133,9 @@ class AdamBC(torch.optim.Optimizer):
         for group, held in due:
             adam.check_settings(**_settings(group), weight_decay=group["weight_decay"])
             for p in held:
-                self._require_own_state(p)
-        for group, held in due:
-            for p in held:
+                _require_wide(p)
                 self._update(p, group, stddev)
         return loss
-
-    def _require_own_state(self, p: Tensor) -> None:
-        """Refuse the state of another optimizer, and a gradient that is not dense."""
-        _require_wide(p)
-        state = self.state.get(p, {})
-        if "step" in state and SECOND not in state:
-            raise ValueError(
-                f"The optimizer's state holds {sorted(state)}, which another optimizer made. "
-                "Expected the state of an AdamBC: load no other, and begin it anew."
-            )
-        if p.grad is not None and p.grad.is_sparse:
-            raise ValueError("AdamBC got a sparse gradient. Expected a dense noisy mean.")
 
     def _update(self, p: Tensor, group: dict[str, Any], stddev: float) -> None:
         state = self.state[p]

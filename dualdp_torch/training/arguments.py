@@ -23,13 +23,13 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
+from dualdp_torch.training.items import Augment, Views
 from dualdp_torch.training.loader import (
     PlannedLoader,
     check_loader,
     expected_batch_size,
     most_steps,
 )
-from dualdp_torch.training.views import Augment, Views
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
@@ -51,10 +51,10 @@ _OPACUS: dict[str, tuple[bool | None, str]] = {
     ),
     "wrap_model": (False, "Expected it left out: never wrapped; engine.detach() cleans up"),
     "rand_on_empty": (False, "Expected it left out: an empty draw comes as one masked example"),
-    "target_unclipped_quantile": (None, _ADAPTIVE),
-    "clipbound_learning_rate": (None, _ADAPTIVE),
-    "max_clipbound": (None, _ADAPTIVE),
-    "min_clipbound": (None, _ADAPTIVE),
+    **dict.fromkeys(
+        ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound"),
+        (None, _ADAPTIVE),
+    ),
     "unclipped_num_std": (None, _ADAPTIVE),
 }
 
@@ -181,19 +181,16 @@ def plan_of(
     data: Data,
     plan: PrivacyPlan | None,
     given: Mapping[str, Any],
+    name: str,
     method: Callable[..., Any],
-    **options: Any,
+    options: Mapping[str, Any],
 ) -> PrivacyPlan:
-    """Return the given plan, or one made from arguments of a method and the loader's sizes.
+    """Return the given plan, or one made from the arguments of a method and the loader's sizes.
 
-    The loader's batch size is the default expected batch size; arguments that were not passed are
-    None. With users both count users. Options are those of `dualdp.plan.arguments.plan_of`.
+    The loader's batch size is the default expected batch size; arguments that are None were not
+    passed. With users both count users. `method` has the further arguments that errors name, and
+    `options` are those of `dualdp.plan.arguments.plan_of`.
     """
-    if plan is not None and given.get("poisson_sampling") is not None:
-        raise ValueError(
-            "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
-            "two."
-        )
     found, (loader, _, users) = _translated(given), data
     size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:
@@ -204,11 +201,5 @@ def plan_of(
         found["num_steps"] = epochs * (most_steps(loader, users) or 0)
     also = {"poisson_sampling", *(name for name, (ours, _) in _OPACUS.items() if ours is not None)}
     own = inspect.signature(method).parameters.values()
-    return arguments.plan_of(
-        plan,
-        found,
-        num_examples=size,
-        method=method.__name__,
-        also=also.union(p.name for p in own if p.kind != p.VAR_KEYWORD),
-        **options,
-    )
+    also |= {p.name for p in own if p.kind != p.VAR_KEYWORD}
+    return arguments.plan_of(plan, found, num_examples=size, method=name, also=also, **options)

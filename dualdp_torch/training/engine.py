@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -28,23 +28,24 @@ from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.training.arguments import Data, RunSettings, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
+from dualdp_torch.training.items import Augment
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
-    Passes,
+    OwnLoopLoader,
     PlannedLoader,
     Share,
     most_steps,
 )
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
-from dualdp_torch.training.views import Augment
 
 Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
+OpenLedger = Callable[[bool], Ledger]  # of `recalibrate`; begins a segment
+AtResume = Callable[[], None]
 _ATTACHED = "_dualdp_engine"  # attribute of a model and an optimizer in a run
 
 
@@ -70,6 +71,7 @@ class PrivacyEngine:
         AccountingError: the accountant gives no upper bound (`"gdp"`).
 
     Attributes:
+        group: `Group` of the processes that train together; None for a single process.
         keep_per_sample: bool, True if `stages` holds the per-sample gradients of later steps,
             which takes the memory of n models.
         noise_layout: `dualdp.port.match(model, params)`, so that portable noise is that of this
@@ -88,15 +90,15 @@ class PrivacyEngine:
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         accountant = accountant if accountant is None else require_bound(accountant)
-        self._plan_options = dict[str, Any](accountant=accountant, secure_mode=bool(secure_mode))
+        self._plan_options = {"accountant": accountant, "secure_mode": bool(secure_mode)}
+        self.group: Group | None = None
         self.keep_per_sample = False
         self.noise_layout: Sequence[ParameterMap] | None = None
         self._settings = RunSettings("mean", "auto")
         self._ledger: Ledger | None = None
-        self._group: Group | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
-        self._loaded: Loaded | None = None
+        self._loaded: tuple[nn.Module, torch.optim.Optimizer, OpenLedger, AtResume] | None = None
         self._undo = ExitStack()
 
     def make_private(
@@ -105,23 +107,16 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader[Any],
-        noise_multiplier: Any = None,
-        max_grad_norm: Any = None,
-        loss_reduction: str = "mean",
         plan: PrivacyPlan | None = None,
-        clipping: str | None = None,
-        target_epsilon: float | None = None,
-        target_delta: float | None = None,
-        on_budget: str | None = None,
-        max_physical_batch_size: int | None = None,
-        poisson_sampling: bool | None = None,
+        loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
         ledger: Path | None = None,
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
         users: Any = None,
-        **others: Any,
+        calibrates: bool = False,
+        **plan_arguments: Any,
     ) -> Private:
         """Set up DP-SGD; the training loop stays the user's.
 
@@ -132,18 +127,8 @@ class PrivacyEngine:
                 rows_per_unit=K and without users, an item of its data holds K rows of the model,
                 such as the two of a pair, and is one example: all tensors of an item are (K, ...),
                 those of a batch (items K, ...), and the loss may join the rows of an item.
-            noise_multiplier: noise standard deviation / max_grad_norm; a number or a schedule.
-            max_grad_norm: C, the bound on one example's gradient; a number, a schedule, or
-                `dualdp.plan.schedules.AdaptiveNorm`.
-            loss_reduction: "mean" or "sum", the reduction of the criterion over the batch.
             plan: `PrivacyPlan` in place of all the arguments that it holds.
-            clipping: "flat", "per_layer" or "automatic".
-            target_epsilon: upper bound of epsilon; the step that would exceed it is refused.
-            target_delta: delta of `target_epsilon`.
-            on_budget: end of such a run: "raise" an error, or "stop" the loader.
-            max_physical_batch_size: examples that are processed at once; `optimizer.step()` then
-                comes after each physical batch, see `BatchMemoryManager`.
-            poisson_sampling: bool, False for shuffled batches, accounted without amplification.
+            loss_reduction: "mean" or "sum", the reduction of the criterion over the batch.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`; "loop" takes every model.
             ledger: path of a new file for the record of releases; None keeps it in memory.
             checks: share of steps, in [0, 1], at which examples are checked against plain autodiff
@@ -159,9 +144,17 @@ class PrivacyEngine:
                 each. A batch holds K rows of each user, side by side; users with fewer are padded
                 with a row of theirs that weighs 0 in the user's gradient, whatever the loss of the
                 loop. Batch sizes, also the loader's, count users.
-            **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
-                delta, num_steps, rows_per_unit, ...), epochs= instead of num_steps=, and those
-                arguments of Opacus' method that have a meaning here.
+            calibrates: bool, True to find the noise that spends target_epsilon by the last step.
+            **plan_arguments: fields of `PrivacyPlan`: noise_multiplier (noise standard deviation /
+                max_grad_norm), max_grad_norm (C, the bound on one example's gradient; both numbers
+                or schedules, the bound also `dualdp.plan.schedules.AdaptiveNorm`), clipping
+                ("flat", "per_layer", "automatic"), target_epsilon (the step that would exceed it is
+                refused; with on_budget="stop" the loader ends), sampler, seed, num_steps, ...; also
+                epochs= instead of num_steps=, target_delta= instead of delta=,
+                max_physical_batch_size= (examples that are processed at once; `optimizer.step()`
+                then comes after each physical batch, see `BatchMemoryManager`), poisson_sampling=
+                (False for shuffled batches, accounted without amplification), and those arguments
+                of Opacus' method that have a meaning here.
 
         Returns:
             `(module, optimizer, loader)`. One pass over the loader is an epoch,
@@ -175,114 +168,64 @@ class PrivacyEngine:
             ValueError: a wrong value, arguments beside a plan that holds them, or that contradict
                 each other.
         """
-        given = {
-            "noise_multiplier": noise_multiplier,
-            "max_grad_norm": max_grad_norm,
-            "clipping": clipping,
-            "target_epsilon": target_epsilon,
-            "target_delta": target_delta,
-            "on_budget": on_budget,
-            "max_physical_batch_size": max_physical_batch_size,
-            "poisson_sampling": poisson_sampling,
-            **others,
-        }
-        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
-        data = Data.of(data_loader, views, augment, users)
-        return self._begin(
-            self.make_private, module, optimizer, data, plan, given, settings, ledger
-        )
-
-    def make_private_with_epsilon(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: DataLoader[Any],
-        target_epsilon: float,
-        target_delta: float,
-        max_grad_norm: Any = None,
-        epochs: int | None = None,
-        num_steps: int | None = None,
-        loss_reduction: str = "mean",
-        grad_sample_mode: str = "auto",
-        ledger: Path | None = None,
-        checks: float | None = None,
-        views: int = 1,
-        augment: Augment | None = None,
-        users: Any = None,
-        **others: Any,
-    ) -> Private:
-        """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
-
-        The target is the epsilon of the whole run at `target_delta`. A pass beyond the given epochs
-        is refused; `num_steps` may come in their place. All else is as in `make_private`.
-
-        Raises:
-            TypeError: an argument that nobody knows, or that is missing.
-            ValueError: a wrong value, or neither or both of epochs and num_steps.
-        """
-        given = {
-            "target_epsilon": target_epsilon,
-            "target_delta": target_delta,
-            "max_grad_norm": max_grad_norm,
-            "epochs": epochs,
-            "num_steps": num_steps,
-            **others,
-        }
-        plan = given.pop("plan", None)
-        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
-        data, method = Data.of(data_loader, views, augment, users), self.make_private_with_epsilon
-        return self._begin(method, module, optimizer, data, plan, given, settings, ledger)
-
-    def _begin(
-        self,
-        method: Callable[..., Private],
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data: Data,
-        plan: PrivacyPlan | None,
-        given: dict[str, Any],
-        settings: RunSettings,
-        ledger: Path | None,
-    ) -> Private:
-        """Make the plan and check everything, then open the ledger and attach."""
         self._refuse_second_run()
-        calibrates = method == self.make_private_with_epsilon
-        settings.has_target, settings.views = names_delta(plan, given), data.views.count
-        options = self._plan_options | {"calibrates": calibrates}
-        plan = plan_of(data, plan, given, method, **options)
+        data = Data.of(data_loader, views, augment, users)
+        has_target = names_delta(plan, plan_arguments)
+        name = "make_private_with_epsilon" if calibrates else "make_private"
+        options = {**self._plan_options, "calibrates": calibrates}
+        plan = plan_of(data, plan, plan_arguments, name, self.make_private, options)
+        settings = RunSettings(
+            loss_reduction, grad_sample_mode, has_target, 0, checked_rate(checks), data.views.count
+        )
         check_kinds(module, optimizer)
-        inner, layout = unwrapped(module), self.noise_layout
-        earlier = _earlier(inner, optimizer)
-        self._group = group = group_of(module)
-        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
+        inner = unwrapped(module)
+        _earlier(inner, optimizer)  # refuses
+        self.group = group = group_of(module)
+        bits = agreed(group, inner, optimizer, data, plan, settings, self.noise_layout)
 
         def opened() -> tuple[PlannedLoader, Ledger]:
             check(inner, optimizer, plan, settings)
             path = ledger if group is None or group.is_first else None
             return self._planned(data, plan, bits), Ledger(plan, path=path)
 
-        planned, self._ledger = on_all(group, "make_private", opened)
+        loader, self._ledger = on_all(group, name, opened)
         self._ledger.note(checks=settings.checks)
         if settings.views > 1:
             self._ledger.note(views=settings.views)
         self._settings = settings
-        self._attach(module, optimizer, bits, earlier)
-        return module, optimizer, planned
+        self._attach(module, optimizer, bits)
+        return module, optimizer, loader
+
+    def make_private_with_epsilon(
+        self, *, target_epsilon: float, target_delta: float, **arguments: Any
+    ) -> Private:
+        """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
+
+        The target is the epsilon of the whole run at `target_delta`. A pass beyond the given epochs
+        is refused.
+
+        Args:
+            target_epsilon: epsilon at the end of the run.
+            target_delta: delta of that epsilon.
+            **arguments: those of `make_private` without noise_multiplier and plan; epochs or
+                num_steps is required.
+
+        Raises:
+            TypeError: an argument that nobody knows, or that is missing.
+            ValueError: a wrong value, or neither or both of epochs and num_steps.
+        """
+        arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        return self.make_private(**arguments, calibrates=True)
 
     def _attach(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        bits: SegmentBits,
-        earlier: list[PrivacyEngine],
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
     ) -> None:
-        """Hook into model and optimizer; `earlier` engines, which took no step, leave them."""
-        for engine in earlier:
+        """Hook into model and optimizer; earlier engines, which took no step, leave them."""
+        model, settings = unwrapped(module), self._settings
+        for engine in _earlier(model, optimizer):
             if engine._step is not None:
                 engine.detach()
-        model, settings = unwrapped(module), self._settings
-        self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self._group, self)
+        self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self.group, self)
         for owner in (model, optimizer):
             set_temporarily(self._undo, owner, **{_ATTACHED: Attached(self)})
         if module is not model:
@@ -295,8 +238,8 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: RunSettings,
-        open_ledger: Callable[[bool], Ledger],
-        at_resume: Callable[[], None],
+        open_ledger: OpenLedger,
+        at_resume: AtResume,
         group: Group | None = None,
     ) -> Self:
         """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
@@ -306,14 +249,14 @@ class PrivacyEngine:
         the planned steps fit the target.
         """
         engine = cls()
-        engine._group, engine._settings = group, settings
+        engine.group, engine._settings = group, settings
         engine._ledger = ledger = open_ledger(False)
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
         except BaseException:
             ledger.close()
             raise
-        engine._loaded = Loaded(module, optimizer, open_ledger, at_resume)
+        engine._loaded = module, optimizer, open_ledger, at_resume
         return engine
 
     def resume(
@@ -349,12 +292,12 @@ class PrivacyEngine:
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
         module, optimizer, open_ledger, at_resume = self._loaded
-        plan, settings = self.plan, self._settings
-        group, inner, layout = self._group, unwrapped(module), self.noise_layout
-        earlier = _earlier(inner, optimizer)
-        data, until = Data.of(data_loader, settings.views, augment, users), settings.pass_end
-        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
-        planned = on_all(group, "resume", lambda: self._planned(data, plan, bits, until))
+        plan, settings, group, inner = self.plan, self._settings, self.group, unwrapped(module)
+        _earlier(inner, optimizer)  # refuses
+        data = Data.of(data_loader, settings.views, augment, users)
+        bits = agreed(group, inner, optimizer, data, plan, settings, self.noise_layout)
+        until = settings.pass_end
+        loader = on_all(group, "resume", lambda: self._planned(data, plan, bits, until))
         if recalibrate:
             self.ledger.close()
             try:
@@ -363,9 +306,9 @@ class PrivacyEngine:
                 self._ledger = open_ledger(False)
                 raise
         self._loaded = None
-        self._attach(module, optimizer, bits, earlier)
+        self._attach(module, optimizer, bits)
         at_resume()
-        return module, optimizer, planned
+        return module, optimizer, loader
 
     def make_loader(
         self,
@@ -401,14 +344,13 @@ class PrivacyEngine:
             )
         data = Data.of(data_loader, views, augment, users)
         self._settings.has_target = names_delta(plan, plan_arguments)
-        plan = plan_of(data, plan, plan_arguments, self.make_loader, **self._plan_options)
-        span = partial(self._span, most_steps(data_loader, data.users), 0)
-        bits = SegmentBits(plan.seed)
-        loader = OwnLoopLoader(data_loader, plan, bits, span, data.views, data.users)
+        name, options = "make_loader", self._plan_options
+        plan = plan_of(data, plan, plan_arguments, name, self.make_loader, options)
+        planned = self._planned(data, plan, SegmentBits(plan.seed))
+        self._own_loop = loader = OwnLoopLoader(planned, plan, data.views.count)
         self._ledger = Ledger(plan, path=ledger)
         own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
-        self._own_loop = loader
         return loader
 
     def _planned(
@@ -416,9 +358,9 @@ class PrivacyEngine:
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         span = partial(self._span, most_steps(data.loader, data.users), until)
-        passes, group = Passes(span, self._require_step), self._group
+        group, step = self.group, self._require_step
         share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
-        return PlannedLoader(data.loader, plan, bits, passes, share, data.views, data.users)
+        return PlannedLoader(data.loader, plan, bits, span, share, data.views, data.users, step)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.
@@ -444,11 +386,6 @@ class PrivacyEngine:
         self.ledger.own_loop = None  # its noise is asked for no more
         self.ledger.close()
         self._step = None
-
-    @property
-    def group(self) -> Group | None:
-        """Group of the processes that train together; None for a single process."""
-        return self._group
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -521,7 +458,7 @@ class PrivacyEngine:
                 processes train together, whose steps `make_private` records.
         """
         ledger = self.ledger
-        if self._group is not None:
+        if self.group is not None:
             raise AccountingError(
                 "record() came in a run of several processes, whose loops would not be one run. "
                 "Expected the loader and optimizer of make_private, which account them together."
@@ -611,7 +548,7 @@ class PrivacyEngine:
         ...     optimizer.step()
         """
         step = self._require_step()
-        if self._group is not None:
+        if self.group is not None:
             raise ValueError(
                 "engine.compile came in a run of several processes, which check their sums "
                 "together. Expected one process, or the loop without it."
@@ -664,15 +601,6 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
-
-
-class Loaded(NamedTuple):
-    """Parts of a loaded run that `resume` continues."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    open_ledger: Callable[[bool], Ledger]
-    at_resume: Callable[[], None]
 
 
 def _earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[PrivacyEngine]:

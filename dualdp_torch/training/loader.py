@@ -6,25 +6,27 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import (
+    HandedOut,
     drawn_indices,
     drawn_rows,
     num_physical_batches,
@@ -33,22 +35,22 @@ from dualdp.plan.batches import (
 from dualdp.plan.plan import PrivacyPlan, require_units
 from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits, fold_in
-from dualdp_torch.noise.generators import keyed_generator
+from dualdp_torch.noise.noise import keyed_generator
+from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
+from dualdp_torch.training.items import DrawnViews, ItemCollate, Views, flat_collate
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.views import DrawnViews, Views, flat_collate
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
 )
-
-
 _WRAPPED = (  # by accelerate, Fabric and others
     "of a package that wraps loaders, the DataLoader before it was wrapped: make_private first, "
     "then accelerator.prepare(model, optimizer) or fabric.setup(model, optimizer)"
 )
+#: Function of True, for all that is left, or False -> (start, stop) steps of the coming pass.
+Span = Callable[[bool], tuple[int, int]]
 
 
 class Draw(NamedTuple):
@@ -69,11 +71,10 @@ class Draw(NamedTuple):
 
     def row_factors(self) -> Tensor | None:
         """Return (rows,) float64 weights of rows times K; None if all are 1, as in a plain mean."""
-        if self.row_weights is None:
+        weights = self.row_weights
+        if weights is None or bool((weights > 0).all()):
             return None
-        counts = (self.row_weights.view(len(self.mask), -1) > 0).double()
-        factors = counts * (counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1))
-        return None if bool((factors == 1).all()) else factors.flatten()
+        return weights * (len(weights) / len(self.mask))
 
 
 class Share(NamedTuple):
@@ -82,58 +83,23 @@ class Share(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def num_batches(self, num_drawn: int, size: int | None) -> int:
-        """Physical batches of one logical batch on every process: as many as rank 0 needs."""
-        return num_physical_batches(-(-num_drawn // self.size), size)
-
 
 SINGLE_PROCESS = Share()
 
 
-def draws(
-    plan: PrivacyPlan,
-    bits: SegmentBits,
-    start: int,
-    stop: int,
-    size: int | None,
-    share: Share = SINGLE_PROCESS,
-    users: UserRows | None = None,
-) -> Iterator[Draw]:
-    """Yield the physical batches of the steps start..stop-1; an empty one is one masked example.
-
-    All processes get the same number of them, so that their loops take the same steps.
-    """
-    for step in range(start, stop):
-        drawn = drawn_indices(plan, bits, step)
-        own = drawn[share.rank :: share.size]
-        chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
-        missing = share.num_batches(len(drawn), size) - len(chunks)
-        chunks += missing * list(physical_batches(drawn[:0], size))
-        for k, (indices, mask) in enumerate(chunks):
-            kept = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
-            draw = Draw(step, indices[kept].tolist(), torch.from_numpy(mask[kept]), k, len(chunks))
-            if users is not None:
-                found = drawn_rows(plan, bits, step, indices[kept], users, plan.rows_per_unit or 1)
-                weights = torch.from_numpy(found.weights).flatten()
-                draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
-            yield draw
-
-
 def check_dataset(data: Any) -> None:
     """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
-    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, Mapping):
         is_table = not all(isinstance(key, int) for key in data)
     else:  # a list holds examples
         is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
-    if is_table and len(data):
-        reason = "whose items are columns, not examples"
-    elif isinstance(data, IterableDataset) or not is_mapped:
-        reason = "which can't be drawn from by index, as the sampler does"
-    else:
+    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_mapped and not isinstance(data, IterableDataset) and not (is_table and len(data)):
         return
+    what = "whose items are columns, not examples"
+    what = what if is_table else "which can't be drawn from by index"
     raise TypeError(
-        f"The data set is {_validate.kind(data)}, {reason}. Expected a map-style one (with "
+        f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
         "__getitem__ and __len__), such as TensorDataset(x, y)."
     )
 
@@ -142,51 +108,14 @@ class _BatchSampler:
     """Batch sampler of a `DataLoader` for one pass, which may prefetch ahead of the loop."""
 
     def __init__(self, items: Callable[[Draw], list[Any]]) -> None:
-        self.draws: Callable[[], Iterator[Draw]] = lambda: iter(())
+        self.draws: Iterable[Draw] = ()
         self.queue, self.items = deque[Draw](), items  # draws asked for and not yet returned
 
     def __iter__(self) -> Iterator[list[Any]]:
         queue = self.queue
-        for draw in self.draws():
+        for draw in self.draws:
             queue.append(draw)
             yield self.items(draw)
-
-
-class Passes(NamedTuple):
-    """Passes over the loader of a run.
-
-    The attached `PrivateStep` numbers them (`begin`), and gets each batch before it is yielded
-    (`announce`) and the end of each pass (`leave`).
-    """
-
-    span: Callable[[bool], tuple[int, int]]  # steps of the coming pass; with True, of the rest
-    step: Callable[[], Any]  # returns the attached `PrivateStep`
-
-
-class OneByOne:
-    """Data set whose items are fetched one at a time: a fetch of all of a batch may mix them."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:  # for a worker's `get_worker_info().dataset`
-        if name in ("_dataset", "__getitems__") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-
-def one_by_one(dataset: Any) -> Any:
-    """Return a data set without `__getitems__`, which torch prefers to `__getitem__`."""
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return OneByOne(dataset) if hasattr(inner, "__getitems__") else dataset
 
 
 class PlannedLoader:
@@ -194,7 +123,9 @@ class PlannedLoader:
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
     collate function and pinned memory are kept. Batches are drawn by `bits`: anew in every run,
-    after a resume and in a fork. Without `passes` only `of_steps` can be called.
+    after a resume and in a fork. The attached `PrivateStep`, which `step` returns, numbers the
+    passes (`begin`), and gets each batch before it is yielded (`announce`) and the end of each pass
+    (`leave`).
 
     Attributes:
         source: `DataLoader` that it was made of, which a further `make_private` takes.
@@ -214,29 +145,32 @@ class PlannedLoader:
         loader: DataLoader[Any],
         plan: PrivacyPlan,
         bits: SegmentBits,
-        passes: Passes | None,
+        span: Span,
         share: Share = SINGLE_PROCESS,
         views: Views | None = None,
         users: UserRows | None = None,
+        step: Callable[[], Any] | None = None,
     ) -> None:
-        check_loader(loader)
         _check_share(loader, share)
         self.source, self.dataset = loader, loader.dataset
         require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]
-        self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        if not loader.pin_memory_device:
-            self._options.pop("pin_memory_device", None)
-        collate = loader.collate_fn
-        self._drawn: Any = one_by_one(self.dataset)
+        self._options = {name: getattr(loader, name) for name in _KEPT}
+        self._drawn: Any = self.dataset
         self._views: Views | None = None
         if plan.rows_per_item is not None:
-            self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
+            self._options["collate_fn"] = ItemCollate(loader.collate_fn, plan.rows_per_item)
         if views is not None and views.augment is not None:
-            refuse_views_of_items(plan)
+            if plan.rows_per_item is not None:
+                raise ValueError(
+                    f"views= or augment= came with rows_per_unit={plan.rows_per_item}, whose items "
+                    "hold several rows already. Expected one of the two; the data set may augment "
+                    "its items."
+                )
             self._views, self._drawn = views, DrawnViews(self.dataset, views.augment)
-            self._options["collate_fn"] = partial(flat_collate, collate)
+            self._options["collate_fn"] = partial(flat_collate, loader.collate_fn)
         self._plan, self._bits, self._share, self._users = plan, bits, share, users
-        self._passes: Any = passes
+        self._span: Span = span
+        self._step: Any = step
         self._is_whole = False  # True if a pass is the rest of the plan
         self._use_size(plan.physical_batch_size)
 
@@ -278,12 +212,12 @@ class PlannedLoader:
         if self._size is None:
             return stop - start
         return sum(
-            self._share.num_batches(len(drawn_indices(self._plan, self._bits, step)), self._size)
+            self._num_chunks(drawn_indices(self._plan, self._bits, step))
             for step in range(start, stop)
         )
 
     def __len__(self) -> int:
-        span = self._running or self._passes.span(self._is_whole)
+        span = self._running or self._span(self._is_whole)
         if span[0] >= span[1] and self._last is not None:
             span = self._last
         return self.num_batches(*span)
@@ -293,43 +227,64 @@ class PlannedLoader:
 
     def with_draws(self) -> Generator[tuple[Draw, Any]]:
         """Yield each physical batch of a pass with its draw."""
-        passes, span = self._passes, self._passes.span(self._is_whole)
-        is_done = span[0] >= span[1]
-        batches = iter(()) if is_done and self._is_whole else self.of_steps(*span)
-        if is_done:
+        span = self.coming()
+        if span[0] >= span[1]:
             return
-        step = passes.step()
+        step = self._step()
         number = step.begin(span[1])
         self._running = self._last = span
         try:
-            for draw, batch in batches:
-                passes.step().announce(draw, batch, number)
+            for draw, batch in self.of_steps(*span):
+                step.announce(draw, batch, number)
                 yield draw, batch
         finally:
             self._running = None
             step.leave(number)
 
-    def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
-        """Return an iterator over the physical batches of the steps start..stop-1, with draws.
+    def coming(self) -> tuple[int, int]:
+        """Return the steps (start, stop) of the coming pass.
 
         Raises:
-            AccountingError: there is no such step, and the plan does not stop the loader silently.
+            AccountingError: none is left, and the plan does not stop the loader silently.
         """
-        if start < stop:
-            return self._load(start, stop)
-        if self._plan.on_budget != "stop":
+        start, stop = self._span(self._is_whole)
+        if start >= stop and not self._is_whole and self._plan.on_budget != "stop":
             raise AccountingError(
                 f"All {stop} planned steps are taken. Plan more steps or epochs; each release "
                 "spends privacy."
             )
-        return iter(())
+        return start, stop
 
-    def draws_of_steps(self, start: int, stop: int) -> Iterator[Draw]:
-        """Return an iterator over the draws of the steps start..stop-1, without their data."""
-        arguments = self._plan, self._bits, start, stop, self._size, self._share, self._users
-        return draws(*arguments)
+    def draws(self, start: int, stop: int) -> Iterator[Draw]:
+        """Yield the draws of the steps start..stop-1, without data; an empty one is a masked row.
 
-    def _load(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
+        All processes get the same number of them, so that their loops take the same steps.
+        """
+        plan, bits, users = self._plan, self._bits, self._users
+        share, size = self._share, self._size
+        for step in range(start, stop):
+            drawn = drawn_indices(plan, bits, step)
+            own = drawn[share.rank :: share.size]
+            chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
+            missing = self._num_chunks(drawn) - len(chunks)
+            chunks += missing * list(physical_batches(drawn[:0], size))
+            for k, (indices, mask) in enumerate(chunks):
+                # No static shape is needed.
+                kept = mask if mask.any() else np.arange(len(mask)) == 0
+                units, shown = indices[kept], torch.from_numpy(mask[kept])
+                draw = Draw(step, units.tolist(), shown, k, len(chunks))
+                if users is not None:
+                    found = drawn_rows(plan, bits, step, units, users, plan.rows_per_unit or 1)
+                    weights = torch.from_numpy(found.weights).flatten()
+                    draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
+                yield draw
+
+    def _num_chunks(self, drawn: NDArray[np.int64]) -> int:
+        """Physical batches of a logical batch on every process: as many as rank 0 needs."""
+        return num_physical_batches(-(-len(drawn) // self._share.size), self._size)
+
+    def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
+        """Yield the physical batches of the steps start..stop-1, with their draws."""
         if self._loader is None:
             key = self._bits.key("dropout", start)
             if self._share.rank:  # workers of different processes draw different numbers
@@ -341,15 +296,108 @@ class PlannedLoader:
                 **self._options,
             )
         queue = self._sampler.queue = deque()
-        self._sampler.draws, pid = partial(self.draws_of_steps, start, stop), os.getpid()
+        self._sampler.draws, pid = self.draws(start, stop), os.getpid()
         for batch in self._loader:
             if os.getpid() != pid:
                 raise RuntimeError(
                     "This pass over the loader began before the process was forked, and its "
-                    "batches are those of the parent. Expected a new pass, whose batches are "
-                    "drawn anew."
+                    "batches are the parent's. Begin a new pass, whose batches are drawn anew."
                 )
             yield queue.popleft(), batch
+
+
+class Chunk(NamedTuple):
+    """Part of a logical batch.
+
+    Attributes:
+        args: tuple of the loader's batch, the arguments of the loss after the model; with views=K,
+            or users and the plan's rows_per_unit=K, it holds K rows of each example, for
+            `clipped_grad_sum(..., rows_per_unit=K)`.
+        mask: (examples,) bool, False for padding: an empty draw is one masked example.
+        indices: (examples,) row of each example in the data, or user.
+        row_weights: (examples K,) float64 weight of each row, with users, for
+            `clipped_grad_sum(..., rows_per_unit=K, row_weights=...)`; None without.
+    """
+
+    args: tuple[Any, ...]
+    mask: Tensor
+    indices: list[int]
+    row_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LogicalBatch:
+    """Examples that the sampler drew for one step.
+
+    Attributes:
+        plan: `PrivacyPlan` that drew them.
+        step: index of the step.
+        chunks: tuple of at least one `Chunk`, together the whole draw; the logical batch's sum is
+            that of `clipped_grad_sum` over all chunks, each with its mask.
+    """
+
+    plan: PrivacyPlan
+    step: int
+    chunks: tuple[Chunk, ...]
+
+
+class OwnLoopLoader:
+    """Iterable over the logical batches of a plan, from the first step not yet on record.
+
+    One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
+
+    Attributes:
+        handed_out: record of the batches that were yielded.
+    """
+
+    def __init__(self, planned: PlannedLoader, plan: PrivacyPlan, views: int) -> None:
+        self._planned, self._plan = planned, plan
+        self._rows_per_unit = views * (plan.rows_per_unit or 1)
+        is_constant = plan.is_constant("max_grad_norm")
+        self._bound = plan.max_grad_norm_at(0) if is_constant else None
+        self.handed_out = HandedOut()
+
+    def __len__(self) -> int:
+        """Logical batches of a pass that would begin now."""
+        start, stop = self._planned._span(self._planned._is_whole)
+        return max(stop - start, 0)
+
+    def remaining(self) -> OwnLoopLoader:
+        """Return the same loader with passes that run to the end of the plan."""
+        other = copy.copy(self)
+        other._planned = self._planned.remaining()
+        return other
+
+    def indices(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Yield the draws of a pass for readers of your own: (indices, mask) of each step.
+
+        Both are (examples,), of rows of the data or of users; the one padded example of an empty
+        draw has index 0 and mask False.
+        """
+        parts = list[Draw]()
+        for draw in self._planned.draws(*self._planned.coming()):
+            parts.append(draw)
+            if draw.is_last:
+                self.handed_out.note(draw.step)
+                indices = [np.array(part.indices, np.int64) for part in parts]
+                masks = [part.mask.numpy() for part in parts]
+                yield np.concatenate(indices), np.concatenate(masks)
+                parts = []
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        span, chunks = self._planned.coming(), list[Chunk]()
+        if span[0] >= span[1]:
+            return
+        for draw, batch in self._planned.of_steps(*span):
+            args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+            mask = None if bool(draw.mask.all()) else draw.mask
+            has_weights = draw.row_weights is not None
+            mark(args, Mark(self._rows_per_unit, has_weights, mask, self._bound))
+            chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
+            if draw.is_last:
+                self.handed_out.note(draw.step)
+                yield LogicalBatch(self._plan, draw.step, tuple(chunks))
+                chunks = []
 
 
 class BatchMemoryManager:
@@ -374,11 +422,6 @@ class BatchMemoryManager:
         if not isinstance(data_loader, PlannedLoader):
             raise TypeError(
                 f"data_loader is {_validate.kind(data_loader)}. Expected the loader that "
-                "make_private returned."
-            )
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer is {_validate.kind(optimizer)}. Expected the optimizer that "
                 "make_private returned."
             )
         self._loader = data_loader.limited(max_physical_batch_size)

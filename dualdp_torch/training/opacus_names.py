@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -87,14 +87,3 @@ def missing_from(module: str) -> Callable[[str], NoReturn]:
 def optimizer_values(optimizer: torch.optim.Optimizer, plan: PrivacyPlan) -> dict[str, Any]:
     """Return what Opacus' optimizer has and the user's lacks: settings of the plan."""
     return {n: getattr(plan, n) for n in _PLANNED if not hasattr(optimizer, n)}
-
-
-def refuse_changed(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Refuse a setting that the user changed on the optimizer: the run would not follow it."""
-    for name, value in values.items():
-        came = vars(optimizer).get(name)
-        if came is not value:
-            raise ValueError(
-                f"optimizer.{name} became {came!r}, but the plan has {value!r}"
-                f"{advice(f'DPOptimizer.{name}')}"
-            )

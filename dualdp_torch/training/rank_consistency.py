@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.parallel.process_group import Group, as_integers, device_kind, fingerprints
+from dualdp_torch.parallel.process_group import Group, as_integers, fingerprints
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.training.arguments import Data, RunSettings
 
@@ -51,12 +51,14 @@ def agreed(
     }
     group.require_same("settings", compared)
     parameters = dict(module.named_parameters())
-    layout = {
-        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad]
-        for name, p in parameters.items()
-    }
-    group.require_same("model", layout)
-    group.require_same("optimizer", _described(optimizer, module))
+    group.require_same("model", {name: _described(p) for name, p in parameters.items()})
+    names = {id(p): name for name, p in parameters.items()}
+    groups = [
+        {k: [names.get(id(p)) for p in v] if k == "params" else repr(v) for k, v in each.items()}
+        for each in optimizer.param_groups
+    ]
+    kind = type(optimizer).__qualname__
+    group.require_same("optimizer", {"class": kind, "groups": groups})
     whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
     starts = dict(zip(whole, fingerprints(whole.values()), strict=True))
     hint = "Set the same seed before building the model, or load the same weights."
@@ -73,17 +75,10 @@ def agreed(
     return SegmentBits(plan.seed, secret)
 
 
-def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Class and settings of an optimizer, with its parameters by name."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    groups = [
-        {
-            name: [names.get(id(p)) for p in value] if name == "params" else repr(value)
-            for name, value in group.items()
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"class": type(optimizer).__qualname__, "groups": groups}
+def _described(p: torch.Tensor) -> list[Any]:
+    """Shape, dtype and device of a parameter, on which a generator's numbers depend."""
+    device = torch.cuda.get_device_name(p.device) if p.is_cuda else str(p.device)
+    return [list(p.shape), str(p.dtype), device, p.requires_grad]
 
 
 def _some_rows(dataset: Any, chosen: bytes) -> dict[str, Any]:

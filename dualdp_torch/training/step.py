@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from dualdp import adam
 from dualdp.exactness import ExactnessError
-from dualdp.ledger.ledger import Ledger
-from dualdp.randomness import SegmentBits
+from dualdp.ledger.ledger import Ledger, Release
+from dualdp.randomness import SegmentBits, noise_bits
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.parallel.process_group import Group, fingerprints
 from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.twin import Twins
@@ -37,8 +37,7 @@ from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.compiled_step import YieldedBatch
 from dualdp_torch.training.loader import Draw
-from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
-from dualdp_torch.training.release import Releaser
+from dualdp_torch.training.opacus_names import advice, optimizer_values
 from dualdp_torch.training.step_checks import StepChecks
 
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` without unscaling
@@ -53,13 +52,24 @@ class Stages:
         unprotected_sum: mapping from parameter name to clipped sum, not private.
         noisy_mean: mapping from parameter name to the gradient that the optimizer got.
         unprotected_grads: mapping from parameter name to (n, *shape) gradients, not private; None
-            unless `engine.keep_per_sample` was set before the step, and for models in pieces.
+            unless `engine.keep_per_sample` was set before the step, and for models in pieces and
+            compiled steps.
     """
 
     unprotected_norms: Tensor
     unprotected_sum: dict[str, Tensor]
     noisy_mean: dict[str, Tensor]
     unprotected_grads: dict[str, Tensor] | None = None
+
+
+@dataclass
+class LogicalSum:
+    """What the physical batches of a logical batch have given so far."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    failure: Exception | None = None  # of a check, which all processes will hear of
 
 
 def set_temporarily(undo: ExitStack, owner: Any, **values: Any) -> None:
@@ -80,16 +90,13 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
     versions = [p._version for p in params]
 
     def closure() -> Any:
-        if versions != [p._version for p in params]:
+        has_moved = versions != [p._version for p in params]
+        if has_moved or calls:
+            what = "at other parameters than those of the batch's gradient, as SAM does"
             raise RuntimeError(
-                f"{name} evaluates its closure at other parameters than those of the batch's "
-                "gradient, as SAM does, but one release gives one gradient. Expected an optimizer "
-                "that needs the gradient at the current parameters, such as SGD or Adam."
-            )
-        if calls:
-            raise RuntimeError(
-                f"{name} evaluates its closure more than once a step, but one release gives one "
-                "gradient. Expected an optimizer that needs one, such as SGD or Adam."
+                f"{name} evaluates its closure {what if has_moved else 'more than once a step'}, "
+                "but one release gives one gradient. Expected an optimizer that needs one, at the "
+                "current parameters, such as SGD or Adam."
             )
         calls.append(True)
         return loss
@@ -101,12 +108,20 @@ class PrivateStep:
     """Hook before every `optimizer.step()` that clips, sums, records and adds noise.
 
     The model has no wrapper of DDP. `options` is the engine, whose `keep_per_sample` and
-    `noise_layout` are read at every step.
+    `noise_layout` are read at every step. Of several processes, rank 0 records a step when all have
+    agreed on it and the sums are reduced, and sends the bits of the noise in the same message; the
+    others record it in ledgers in memory.
 
     Attributes:
         recorder: recorder of the model's forward and backward.
         stages: gradients of the last step, or None.
         is_compiled: True if compiled graphs may take a batch instead of a recorded backward.
+
+    Guarantees:
+        No process draws noise before the release is recorded in the ledger of rank 0.
+            [test_the_ledger_is_written_before_any_rank_draws_noise]
+        A check that fails on one process stops all before the record, and so do parameters that
+            differ.  [test_what_differs_between_ranks_is_named]
     """
 
     def __init__(
@@ -128,32 +143,34 @@ class PrivateStep:
         )
         # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
         self._scale_of_sum = (plan.rows_per_item or 1) / rows
-        self._shards, self._is_alone = recorder.shards, group is None
-        purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
+        self._shards, self._group = recorder.shards, group
+        self._had_others = Group.current() is not None
+        purpose, reduction = (method, plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, bits, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
-        self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
+        recorder.usual_size = round(plan.expected_batch_size_at(0)) * rows
         self._noise = NoiseSource(plan)
         self._pass, self._pid = 0, os.getpid()
-        self._lost: int | None = None
+        self._lost: int | None = None  # step of which a part is lost, until the next pass
         self.is_compiled = False
         self._yielded: YieldedBatch | None = None
         self._draw: Draw | None = None
         self.stages: Stages | None = None
-        self._expect(None)
-        self._forget()
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
-        self._opacus = optimizer_values(optimizer, ledger.plan)
+        self._opacus = optimizer_values(optimizer, plan)
         zeroing = Zeroing(recorder, optimizer.zero_grad)
         set_temporarily(self._undo, optimizer, zero_grad=zeroing, **{_AMP: True}, **self._opacus)
         self._undo.callback(self._checks.end)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._forget()
+        self._expect(None)
 
     def detach(self) -> None:
         """Remove all hooks, and restore the attributes of optimizer and model."""
         self._undo.close()
         self._draw = None
+        self._pass += 1  # no pass goes on
 
     def pause(self) -> AbstractContextManager[None]:
         """Return a context in which the model is not recorded."""
@@ -165,12 +182,8 @@ class PrivateStep:
         return self.recorder.pause()
 
     def _forget(self) -> None:
-        """Clear the sums and norms of the logical batch."""
-        self._failure: Exception | None = None
-        self._checks.has_passed = False
-        self._sums: dict[str, Tensor] = {}
-        self._norms: list[Tensor] = []
-        self._grads: list[dict[str, Tensor]] = []
+        """Begin the sums of a logical batch."""
+        self._whole, self._checks.has_passed = LogicalSum(), False
 
     def _expect(self, draw: Draw | None) -> None:
         """Record the model's forward on this batch; None for no batch."""
@@ -193,7 +206,7 @@ class PrivateStep:
 
     def is_between_steps(self) -> bool:
         """True if no logical batch is under way."""
-        return self._draw is None and not self._norms
+        return self._draw is None and not self._whole.norms
 
     def begin(self, stop: int) -> int:
         """Begin a pass that ends at step `stop` and return its number; drop an abandoned one."""
@@ -218,12 +231,7 @@ class PrivateStep:
         Raises:
             RuntimeError: the batch before was not stepped on, or another pass has begun.
         """
-        if number != self._pass:
-            raise RuntimeError(
-                "Another pass over the loader has begun, so this one cannot go on: examples would "
-                "count twice. Expected one iterator at a time."
-            )
-        self._require_whole()
+        self._require_whole(number)
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
@@ -238,25 +246,31 @@ class PrivateStep:
 
     def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
         """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
-        draw, ledger = self._draw, self._ledger
         self._require_whole()
-        if draw is None:
+        draw, yielded, ledger, recorder = self._draw, self._yielded, self._ledger, self.recorder
+        if draw is None or yielded is None:
             raise RuntimeError(
                 "The compiled step was called without a batch of the loader that make_private "
-                "returned. Train on its batches only, one call and one optimizer.step() for each."
+                "returned, yielded after engine.compile. Train on its batches only, one call and "
+                "one optimizer.step() for each."
             )
         self._refuse_second_way(self._computed is not None)
-        self._refuse_uncompilable()
-        assert self._yielded is not None
-        yielded, check = self._yielded, self._checks.of_compiled()
-        self.recorder.twins.enter_model(self.recorder.model, batch, {}, len(draw.mask))
-        self.recorder.twins.end_forward()
+        with recorder.twins.suspended():
+            recorder.require_unchanged()
+            current = trainable_parameters(recorder.model)
+        if any(current.get(name) is not p for name, p in recorder.parameters.items()):
+            raise RuntimeError(
+                "Parameters were renamed after set-up, as by layers that swap places or one put "
+                "between others. Set up again, so that what is clipped is what is trained."
+            )
+        recorder.twins.enter_model(batch, {}, len(draw.mask), recorder.model)
+        recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
-        device = next(iter(self.recorder.parameters.values())).device
+        mask = None if bool(draw.mask.all()) else draw.mask
+        device, check = next(iter(recorder.parameters.values())).device, self._checks.of_compiled()
         try:
-            with self.recorder.hidden():
+            with recorder.hidden():
                 batch = yielded.moved(batch, device)
-                mask = None if bool(draw.mask.all()) else draw.mask
                 found, was_compared = sums.of_batch(batch, bounds, mask, *check)
                 if len(found.norms) != len(draw.mask):
                     raise _other_number(len(found.norms), draw)
@@ -267,30 +281,6 @@ class PrivateStep:
         self._computed = found
         return found.losses
 
-    def _refuse_uncompilable(self) -> None:
-        """Refuse a batch whose sum compiled graphs can't give as the plain loop would."""
-        recorder = self.recorder
-        with recorder.twins.suspended():
-            recorder.require_unchanged()
-            current = trainable_parameters(recorder.model)
-        renamed = sorted(k for k, p in recorder.parameters.items() if current.get(k) is not p)
-        if renamed:
-            raise RuntimeError(
-                f"The parameters {renamed} were renamed after set-up, as by layers that swap "
-                "places or one put between others. Set up again, so that what is clipped is what "
-                "is trained."
-            )
-        if self._options.keep_per_sample:
-            raise ValueError(
-                "keep_per_sample is set, but a compiled graph keeps no per-sample gradients. "
-                "Expected the loop without engine.compile, or keep_per_sample=False."
-            )
-        if self._yielded is None:
-            raise RuntimeError(
-                "engine.compile came after the loader had yielded this batch. Expected it before "
-                "the loop."
-            )
-
     def _refuse_second_way(self, is_computed: bool) -> None:
         """Refuse a batch whose gradients would be counted twice."""
         if is_computed or self.recorder.forwards:
@@ -300,25 +290,36 @@ class PrivateStep:
                 "model under torch.no_grad() or engine.pause()."
             )
 
-    def _require_whole(self) -> None:
-        """Refuse to continue a logical batch of which a part was lost, or that is the parent's."""
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                "This batch was drawn before the process was forked, and the parent releases it. "
-                "Begin a new pass over the loader, whose batches are drawn anew."
-            )
-        if self._lost is not None:
-            raise RuntimeError(
-                f"Step {self._lost} failed after a part of its logical batch was added up, or was "
-                "on record, and the sums are dropped. Begin a new pass over the loader, which "
-                "begins with the first step that is not on record."
-            )
+    def _require_whole(self, number: int | None = None) -> None:
+        """Refuse to go on with a pass that is over, lost a part, or is that of the parent."""
+        if number not in (None, self._pass):
+            why = "another one began, and examples would count twice, or the engine was detached"
+        elif self._pid != os.getpid():
+            why = "its batch was drawn before the process was forked, and the parent releases it"
+        elif self._lost is not None:
+            why = f"step {self._lost} failed after a part of its logical batch was added up"
+        else:
+            return
+        raise RuntimeError(
+            f"This pass over the loader can't go on: {why}. Begin a new pass, one at a time, which "
+            "begins with the first step that is not on record."
+        )
+
+    def _refuse_changed(self) -> None:
+        """Refuse a setting that the user changed on the optimizer: the run would not follow it."""
+        for name, value in self._opacus.items():
+            came = vars(self.optimizer).get(name)
+            if came is not value:
+                raise ValueError(
+                    f"optimizer.{name} became {came!r}, but the plan has {value!r}"
+                    f"{advice(f'DPOptimizer.{name}')}"
+                )
 
     @torch._disable_dynamo
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by None within a logical batch."""
         _refuse_scaler(optimizer)
-        refuse_changed(self.optimizer, self._opacus)
+        self._refuse_changed()
         if self._draw is None:
             raise RuntimeError(
                 "optimizer.step() came without a batch of the loader that make_private returned. "
@@ -350,26 +351,21 @@ class PrivateStep:
         with the next pass.
         """
         self._require_whole()
-        computed = self._computed
-        if computed is None:
+        if self._computed is None:
             n = self.recorder.require_backward()
             self.recorder.drop_unused()
             if n != len(draw.mask):
                 raise _other_number(n, draw)
         check_holds(self.optimizer, self.recorder.parameters)
+        bound = None
         try:
             with torch.no_grad():
-                if computed is None:
-                    self._add(draw)
+                self._add(draw)
+                self.recorder.clear()
+                if draw.is_last:
+                    bound = self._release(draw.step)
                 else:
-                    self._refuse_second_way(False)
-                    self._add_computed(draw, computed)
-            self.recorder.clear()
-            bound = None
-            if draw.is_last:
-                bound = self._release(draw.step)
-            else:
-                self._set_gradients({})
+                    self._set_gradients({})
             self._expect(None)
             return bound
         except ExactnessError as error:
@@ -385,43 +381,33 @@ class PrivateStep:
                 self._computed = None
                 self.recorder.begin_again()
 
-    def _add_computed(self, draw: Draw, computed: ClippedGradSum) -> None:
-        """Add a sum of compiled graphs, which was checked where it was computed."""
-        self._check(lambda: self._checks.criterion(draw))
-        self._begin(draw)
-        self._add_sums(computed.grads)
-        self._norms.append(computed.norms[draw.mask.to(computed.norms.device)])
-
     def _add(self, draw: Draw) -> None:
-        """Add the clipped gradients of one physical batch to the logical batch's sums.
-
-        Checks come first, before the release is recorded and before any sum is sent.
-        """
-        terms = self.recorder.terms
+        """Check the loop of one physical batch, and add its clipped gradients to the sums."""
+        whole, terms, computed = self._whole, self.recorder.terms, self._computed
         assert terms is not None
         self._check(lambda: self._checks.criterion(draw))
-        norms = self._add_captured(draw, terms)
+        if computed is None:
+            sums, norms = self._clipped(draw, terms)
+        else:  # checked where it was computed
+            self._refuse_second_way(False)
+            sums, norms = computed.grads, computed.norms
         if terms.mask is not None:  # its rows are found on the host, where the mask lies
             norms = norms[terms.mask.nonzero().flatten().to(norms.device)]
-        self._norms.append(norms)
+        whole.norms.append(norms)
+        before = whole.sums
+        whole.sums = {k: before[k] + v for k, v in sums.items()} if before else dict(sums)
 
-    def _add_captured(self, draw: Draw, terms: Terms) -> Tensor:
-        """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
-        recorder = self.recorder
+    def _clipped(self, draw: Draw, terms: Terms) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Return the clipped sum and the norms (n,) of a recorded backward, checked if due."""
+        recorder, whole = self.recorder, self._whole
         gradients = recorder.gradients(terms.scale, self._keep)
         if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
-            self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
+            whole.grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
         n, second_pass = len(draw.mask), recorder.second_pass(terms.scale)
-        if self._failure is not None or not self._checks.is_due():
+        if whole.failure is not None or not self._checks.is_due():
             factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
-            self._begin(draw)
-            if self._is_alone:
-                self._add_sums(clipped_sums(gradients, factors, second_pass, recorder.shards))
-            else:  # each sum is sent while the next one is formed
-                added = clipped_sums(gradients, factors, second_pass, recorder.shards, self._added)
-                self._sums = added
-            return factors.norms
+            return clipped_sums(gradients, factors, second_pass, recorder.shards), factors.norms
         numbers = numbers_of(
             gradients,
             recorder.losses(terms.scale),
@@ -431,67 +417,119 @@ class PrivateStep:
         )
         found = [numbers]
         self._check(lambda: found.append(self._checks.model(draw, numbers, terms)))
-        self._begin(draw)
-        self._add_sums(found[-1].sums or numbers.sums or {})
-        return found[-1].norms
+        return found[-1].sums or numbers.sums or {}, found[-1].norms
 
     def _check(self, check: Callable[[], None]) -> None:
-        """Run a check; with several processes its error is kept until `_begin` shares it."""
+        """Run a check; with several processes its error is kept until `_agreed` shares it."""
         try:
             check()
         except (ExactnessError, ValueError) as failure:
-            if self._is_alone:
+            if self._group is None:
                 raise
-            self._failure = self._failure or failure
-
-    def _begin(self, draw: Draw) -> None:
-        """Begin the release of a complete logical batch, unless a check failed on any process."""
-        if draw.is_last:
-            passed = self._checks.has_passed
-            self._checks.has_passed = self._releaser.begin(draw.step, self._failure, passed)
-
-    def _add_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums to those of the logical batch."""
-        if self._sums or not self._is_alone:
-            sums = {name: self._added(name, total) for name, total in sums.items()}
-        self._sums = dict(sums)
-
-    def _added(self, name: str, total: Tensor) -> Tensor:
-        """Add one sum to the logical batch's; when that is complete, start to send it."""
-        if self._sums:
-            total = self._sums[name] + total
-        self._releaser.send(name, total)
-        return total
+            self._whole.failure = self._whole.failure or failure
 
     def _release(self, step: int) -> float:
         """Release the logical batch, give the optimizer the noisy mean, and return its bound."""
-        ledger, sums = self._ledger, self._sums
-        norms = self._norms[0] if len(self._norms) == 1 else torch.cat(self._norms)
-        names = self._grads[0] if self._grads else ()
-        grads = {name: torch.cat([part[name] for part in self._grads]) for name in names}
-        has_passed = self._checks.has_passed
+        ledger, whole, has_passed = self._ledger, self._whole, self._checks.has_passed
+        sums, norms = whole.sums, torch.cat(whole.norms)
         self._forget()
-        counts: tuple[int, int] | None = None
+        counts = 0, 0
         if ledger.plan.is_adaptive:
             counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
-        if not self._is_alone:
-            is_checked = self._checks.is_step_checked(step)
-            sums = self._releaser.reduced(step, sums, is_checked=is_checked)
+        if self._group is not None:
+            message = whole.failure, has_passed, counts
+            has_passed, counts = self._agreed(self._group, f"step {step}", *message)
+            sums = self._reduced(self._group, step, sums)
+        elif not self._had_others and Group.current() is not None:
+            raise RuntimeError(
+                "A process group was initialised after make_private, so each process would train a "
+                "model of its own on the same data and account only that one. Call "
+                "init_process_group before make_private."
+            )
         if has_passed:
             ledger.check_passed(step)
-        release, bits = self._releaser.record(step, counts)
-        with torch.no_grad():
-            mean = self._noise.noisy_mean(
-                sums,
-                release,
-                bits,
-                layout=self._options.noise_layout,
-                pieces=None if self._shards is None else self._shards.pieces,
-            )
+        release, bits = self._recorded(step, counts)
+        mean = self._noise.noisy_mean(
+            sums,
+            release,
+            bits,
+            layout=self._options.noise_layout,
+            pieces=None if self._shards is None else self._shards.pieces,
+        )
         if ledger.plan.noise != "secure":
+            names = whole.grads[0] if whole.grads else ()
+            grads = {name: torch.cat([part[name] for part in whole.grads]) for name in names}
             self.stages = Stages(norms, dict(sums), dict(mean), grads or None)
         self._set_gradients(mean)
         return release.max_grad_norm
+
+    def _agreed(
+        self,
+        group: Group,
+        at: str,
+        failure: Exception | None,
+        has_passed: bool,
+        counts: tuple[int, int],
+    ) -> tuple[bool, tuple[int, int]]:
+        """Agree on a step that all processes have checked; return `has_passed` and counts of all.
+
+        Parameters are compared unless sharded.
+
+        Raises:
+            ExactnessError: a spot check failed, here (`failure`) or on another process.
+            RuntimeError: a process is lost, or at another step.
+            ValueError: a loss was refused, or parameters differ between processes.
+        """
+        parameters = self.recorder.parameters if self._shards is None else {}
+        ours = fingerprints(parameters.values())
+        message = hash(tuple(ours)), failure, has_passed, counts
+        prints, failures, passed, each = zip(*group.gather(at, message), strict=True)
+        for error in (failure, *failures):
+            if error is not None:
+                raise error from None
+        if len(set(prints)) > 1:
+            group.require_same(
+                "parameters before " + at,
+                dict(zip(parameters, ours, strict=True)),
+                "Give all the same optimizer and learning rates, and change parameters nowhere "
+                "else.",
+                shown=False,
+            )
+        below, rows = map(sum, zip(*each, strict=True))
+        return any(passed), (below, rows)
+
+    def _reduced(self, group: Group, step: int, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over all processes, compared with what each had on checked steps."""
+        self._ledger.require(step)
+        if self._shards is not None:  # reduced as they were formed
+            return sums
+        own = {name: sums[name] for name in self.recorder.parameters}  # in the order of all
+        total = group.summed(f"step {step}", own)
+        if self._checks.is_step_checked(step):
+            group.compare_sums(f"step {step}", own, total, step)
+        return total
+
+    def _recorded(self, step: int, counts: tuple[int, int]) -> tuple[Release, bytes]:
+        """Record the step and return its release and the bits of its noise, those of rank 0.
+
+        Raises:
+            AccountingError: the step may not be released.
+            RuntimeError: a process is lost, or rank 0 could not record the step.
+        """
+        ledger, group = self._ledger, self._group
+
+        def first() -> tuple[Release, float | None, bytes]:
+            fraction = ledger.noisy_fraction(*counts) if ledger.plan.is_adaptive else None
+            release = ledger.record(step, noisy_fraction=fraction)
+            return release, fraction, noise_bits(ledger.plan.seed, step)
+
+        if group is None:
+            release, _, bits = first()
+            return release, bits
+        release, fraction, bits = group.word(f"the record of step {step}", first)
+        if not group.is_first:
+            release = ledger.record(step, noisy_fraction=fraction)
+        return release, bits
 
     def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
         """Set `p.grad` of every parameter; None makes the optimizer skip it."""

@@ -12,7 +12,6 @@ from dualdp.exactness import SpotCheck
 from dualdp.ledger.ledger import Ledger
 from dualdp.randomness import SegmentBits
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
-from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import Terms
 from dualdp_torch.per_sample.recorder import Recorder
@@ -69,10 +68,10 @@ class StepChecks:
         self.due, self._draw = None, draw
         if not self._rate:
             return
+        due = self._drawn(draw.step)
         if self._recorder.shards is not None:
             self._note(_SHARDED)
-        due = self._drawn(draw.step)
-        if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
+        elif due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
         if self._recorder.computes_loss:  # what its loop hands over is what the loader yielded
             self._recorder.require_inputs = YieldedValues(batch).require_in
@@ -145,8 +144,6 @@ class StepChecks:
 
     def may_be_due(self, known: AnalysisCache, several: bool = False) -> bool:
         """True if a forward that begins may have to be run again, alone or as one of several."""
-        if self._recorder.shards is not None:
-            return False
         purpose = (*self._purpose, "several") if several else self._purpose
         is_new = purpose not in known.checked or known.by_data
         return self.due is not None or (self._may_check() and is_new)
@@ -163,9 +160,8 @@ class StepChecks:
 
     def is_due(self) -> bool:
         """True if the gradients of the current batch have to be checked."""
-        if self._recorder.shards is not None:
-            return False
-        is_moving = self._recorder.start is not None and self._recorder.analyses.by_data
+        recorder = self._recorder
+        is_moving = self._may_check() and recorder.start is not None and recorder.analyses.by_data
         return self.due is not None or self._is_first() or is_moving
 
     def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> Numbers:
@@ -174,28 +170,13 @@ class StepChecks:
         Raises:
             ExactnessError: they are not what the definition says.
         """
-        recorder, is_first = self._recorder, self._is_first()
+        is_first = self._is_first()
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
-        compared = False
-
-        def compare(numbers: Numbers) -> None:
-            nonlocal compared
-            compared = identity.check(
-                recorder.reference(terms),
-                numbers,
-                recorder.numbers_again(terms),
-                seed=check.draw(1 << 30, 3),
-                is_first=is_first,
-                what="the clipped contribution",
-                note=self._note,
-            )
-
-        with recorder.unchanged():
-            numbers = recorder.tried(numbers, terms, compare, is_first=is_first)
-        if compared:
-            recorder.note_checked(self._purpose)
-            self.has_passed = True
+        options: dict[str, Any] = {"is_first": is_first, "note": self._note}
+        options |= {"seed": check.draw(1 << 30, 3), "what": "the clipped contribution"}
+        numbers, compared = self._recorder.checked(numbers, terms, self._purpose, **options)
+        self.has_passed |= compared
         return numbers
 
     def of_compiled(self) -> tuple[str, int | None]:

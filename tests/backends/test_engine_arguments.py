@@ -456,7 +456,7 @@ def test_a_pickled_batch_has_no_bits(stack, monkeypatch):
 
 def test_loops_of_ones_own_are_for_one_process_on_torch(monkeypatch):
     engine, _ = own_loop("torch", plan=plan())
-    engine._group = object()
+    engine.group = object()
     with pytest.raises(
         dualdp.AccountingError, match=r"record\(\) came in a run of several processes"
     ):

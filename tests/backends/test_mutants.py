@@ -88,7 +88,7 @@ def noise_of_step(other):
     """The noise of another step."""
 
     def mutant(stack, patch):
-        where = {"torch": "dualdp_torch.training.release", "jax": "dualdp_jax.training.engine"}
+        where = {"torch": "dualdp_torch.training.step", "jax": "dualdp_jax.training.engine"}
         bits = {}
 
         def drawn(seed, step):

@@ -119,7 +119,7 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
     leaves = [(("b", "kernel"), (5, 5, 4, 3)), (("a", "bias"), (60,)), (("a", "kernel"), (50, 60))]
     # jax.tree sorts dictionary keys: a/bias, a/kernel, b/kernel.
     leaves = sorted(leaves)
-    pairs = matching.match(SHAPES, KINDS, leaves)
+    pairs = matching.Matcher(SHAPES, KINDS, leaves).parameter_maps()
     run = plan()
     for step in (0, 17):
         tensors = {

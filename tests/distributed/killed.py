@@ -18,14 +18,14 @@ import dualdp_torch as dpt
 from dualdp import checkpoint
 from dualdp.ledger.ledger import Ledger
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.parallel.process_group import Group, Reduction
+from dualdp_torch.parallel.process_group import Group
 from tests.kill import notes
 from tests.kill.train_torch import EVERY, data
 
 #: Where a rank can die; a name that ends in "ed" is after the call.
 PLACES = {
     **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
-    **dict.fromkeys(("reduce", "reduced"), (Reduction, "finish")),
+    **dict.fromkeys(("reduce", "reduced"), (Group, "summed")),
     **dict.fromkeys(("noise", "noised"), (NoiseSource, "noisy_mean")),
     **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
 }
@@ -86,7 +86,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
                 module=module, optimizer=optimizer, data_loader=loader, plan=notes.plan(folder)
             )
             dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
-        notes.watch_noise(str(folder), "dualdp_torch.training.release")
+        notes.watch_noise(str(folder), "dualdp_torch.training.step")
         for x, y in loader.remaining():
             optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()

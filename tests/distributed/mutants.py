@@ -11,16 +11,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 import dualdp_torch.training.engine
-import dualdp_torch.training.loader
+import dualdp_torch.training.step
 from dualdp import PrivacyPlan
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan import schedules
 from dualdp.randomness import SegmentBits, seeded_bits
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.parallel import process_group
-from dualdp_torch.training import rank_consistency, release
-from dualdp_torch.training.loader import Share
-from dualdp_torch.training.release import Releaser
+from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.training import rank_consistency
+from dualdp_torch.training.loader import PlannedLoader, Share
 
 from . import sharded_models as models
 
@@ -89,7 +88,11 @@ def no_noise():
 def known_bits():
     """Secret bits that are the same in every run, as no user can have them."""
     with (
-        replaced(release, "noise_bits", lambda seed, step: seeded_bits(9, "noise", step)),
+        replaced(
+            dualdp_torch.training.step,
+            "noise_bits",
+            lambda seed, step: seeded_bits(9, "noise", step),
+        ),
         replaced(rank_consistency, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
     ):
         yield
@@ -98,18 +101,17 @@ def known_bits():
 @contextlib.contextmanager
 def noise_before(seed_of):
     """Each rank adds noise of full size to its own sum, and none is added later."""
-    real = process_group.Reduction.add
+    real = Group.summed
 
-    def add(self, name, tensor):
-        seed = 100 * seed_of(self._group.rank, self._point) + list(self._like).index(name)
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        return real(self, name, tensor + 0.2 * noise)
+    def summed(self, point, sums):
+        noisy = {}
+        for index, (name, total) in enumerate(sums.items()):
+            generator = torch.Generator().manual_seed(100 * seed_of(self.rank, point) + index)
+            noise = torch.randn(total.shape, generator=generator, dtype=total.dtype)
+            noisy[name] = total + 0.2 * noise
+        return real(self, point, noisy)
 
-    with (
-        replaced(process_group.Reduction, "add", add),
-        replaced(NoiseSource, "noisy_mean", _without_noise),
-    ):
+    with replaced(Group, "summed", summed), replaced(NoiseSource, "noisy_mean", _without_noise):
         yield
 
 
@@ -132,21 +134,21 @@ def share(rank=None, size=None):
 
 def local_counts():
     """Rank 0 alone counts who lies below an adaptive bound."""
-    real = Releaser.record
+    real = Group.gather
 
-    def call(self, step, counts):
-        return real(self, step, (0, 0) if dist.get_rank() else counts)
+    def gather(self, point, value):
+        if isinstance(value, tuple) and len(value) == 4 and dist.get_rank():
+            value = *value[:3], (0, 0)
+        return real(self, point, value)
 
-    return replaced(Releaser, "record", call)
+    return replaced(Group, "gather", gather)
 
 
 def empty_skipped():
     """A share without examples gives no batch."""
-    real = dualdp_torch.training.loader.draws
+    real = PlannedLoader.draws
     return replaced(
-        dualdp_torch.training.loader,
-        "draws",
-        lambda *a: (draw for draw in real(*a) if draw.mask.any()),
+        PlannedLoader, "draws", lambda *a: (draw for draw in real(*a) if draw.mask.any())
     )
 
 
@@ -186,38 +188,14 @@ def everything(folder):
             found[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     found["recorded before noise"] = order(folder / "order.ledger")
-    found["sent"] = sent_early()
     found["one tensor twice"] = one_tensor_twice()
     return found
 
 
-def sent_early():
-    """What happens in one step, in order, where every sum is a bucket of its own."""
-    events, add, send = [], process_group.Reduction.add, dist.all_reduce
-
-    def added(self, name, tensor):
-        events.append(name)
-        add(self, name, tensor)
-
-    def sent(*args, **options):
-        events.append("sent")
-        return send(*args, **options)
-
-    with (
-        replaced(process_group, "_BUCKET", 1),
-        replaced(process_group.Reduction, "add", added),
-        replaced(dist, "all_reduce", sent),
-    ):
-        releases(physical_batch_size=3)
-    return events
-
-
 def one_tensor_twice():
-    """The sums of two parameters that are one tensor, each sent alone."""
+    """The sums of two parameters that are one tensor, reduced together."""
     one = torch.ones(3)
-    with replaced(process_group, "_BUCKET", 1):
-        reduction = process_group.Reduction(process_group.Group(), "a test", {"a": one, "b": one})
-        totals = reduction.finish({"a": one, "b": one})
+    totals = Group().summed("a test", {"a": one, "b": one})
     return [one, totals["a"], totals["b"]]
 
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.parallel import process_group
 from dualdp_torch.rules import RULES
 
 from . import sharded_models as models
@@ -33,16 +32,18 @@ class Clock:
 
 def of_reduction(change):
     """What this rank sends is another tensor than what it has."""
-    real = process_group.Reduction.add
+    real = dist.all_reduce
 
-    def add(self, name, tensor):
-        return real(self, name, change(self._group.rank, tensor) if Clock.has_begun() else tensor)
+    def sent(tensor, *args, **options):
+        if Clock.has_begun() and tensor.is_floating_point():
+            tensor.copy_(change(dist.get_rank(), tensor))
+        return real(tensor, *args, **options)
 
-    return lambda: replaced(process_group.Reduction, "add", add)
+    return lambda: replaced(dist, "all_reduce", sent)
 
 
 def without_rows(rank, tensor):
-    """A tensor without every eighth row, on all ranks but the first."""
+    """A tensor without every eighth number, on all ranks but the first."""
     if rank == 0:
         return tensor
     wrong = tensor.clone()
@@ -67,7 +68,7 @@ def of_one_rank():
 FAULTS = {
     "a rank is lost": of_reduction(lambda rank, tensor: 0 * tensor if rank == 1 else tensor),
     "a rank counts twice": of_reduction(lambda rank, tensor: 2 * tensor if rank else tensor),
-    "a rank sends one row in eight as nought": of_reduction(without_rows),
+    "a rank sends one number in eight as nought": of_reduction(without_rows),
     "a rank sends a little too much": of_reduction(
         lambda rank, tensor: 1.02 * tensor if rank else tensor
     ),

@@ -52,7 +52,7 @@ def train(folder, die=None):
     list(model)[2].register_forward_pre_hook(lambda *_: reached("gather"))
     call_before(Shards, "reduce", lambda: reached("reduce"))
     call_before(NoiseSource, "noisy_mean", lambda: reached("noise"))
-    notes.watch_noise(str(folder), "dualdp_torch.training.release")
+    notes.watch_noise(str(folder), "dualdp_torch.training.step")
     said = {"stopped": None}
     try:
         for batch in loader:

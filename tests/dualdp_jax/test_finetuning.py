@@ -185,7 +185,7 @@ def unanswered():
 
 #: Name -> call with a model that is refused, and words of the message.
 MISTAKES = {
-    "train": (lambda m: dpj.reference_log_probs(in_training_mode(), SFT), "training mode"),
+    "train": (lambda m: dpj.reference_log_probs(in_training_mode(), SFT), "as with dropout"),
     "no response": (
         lambda m: dpj.reference_log_probs(m, unanswered(), physical_batch_size=2),
         "One of the rows from 2 on has a response of length 0",

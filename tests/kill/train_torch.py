@@ -50,7 +50,7 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         )
         dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
         notes.write(folder, started=True)
-    notes.watch_noise(folder, "dualdp_torch.training.release")
+    notes.watch_noise(folder, "dualdp_torch.training.step")
     for x, y in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

@@ -1,12 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refused program leaves in a process: its loader's function mode, which goes with it."""
+"""Programs as their authors write them, made private by the lines marked `# dp`.
+
+A program is a function of `private`, which takes model, optimizer and loader as `make_private`
+does. Its truth needs no second program: before a step the process forks once for every row of the
+batch. The child takes the hooks away, goes on with its row alone, and sends its gradient where
+the program steps. All of it is float64 there, and a loop of clipped gradients by definition.
+"""
+
+import contextlib
+import inspect
+import os
+import pickle
+import random
+import textwrap
+import warnings
+from types import SimpleNamespace
 
 import pytest
+
+STEPS, LOOKED_AT = 30, (0, 13)
+NUMBERS = {"max_grad_norm": 0.5, "num_steps": STEPS, "delta": 1e-5, "seed": 3}
 
 
 @pytest.fixture(autouse=True)
 def modes_go_with_their_program():
     yield
+    take_modes_away()
+
+
+def take_modes_away():
+    """What a refused program leaves: its loader's function mode, which goes with the loader."""
     overrides = pytest.importorskip("torch").overrides
     for _ in overrides._get_current_function_mode_stack():
         overrides._pop_mode()
+
+
+class Private:
+    """`make_private` and, in `LOOKED_AT`, what each row of the batch gives alone.
+
+    Attributes:
+        compares: whether steps are compared with rows alone; else the run is as a user's.
+        compared: number of steps that were.
+    """
+
+    def __init__(self, compares, **options):
+        self.compares, self.options, self.compared = compares, options, 0
+        self.engine = None
+        self._sends, self._alone, self._looked_at = None, None, -1
+
+    def __call__(self, model, optimizer, loader, **options):
+        """Return the three, made private; the loader is one that another package could wrap."""
+        import dualdp.torch as dpt
+
+        engine = dpt.PrivacyEngine()
+        given = {"module": model, "optimizer": optimizer, "data_loader": loader}
+        made = engine.make_private(**given, **NUMBERS, **self.options, **options)
+        self.engine = engine
+        if not self.compares:
+            return made
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer.register_step_pre_hook(self._at_step)
+        return model, optimizer, Watched(self, made[2], loader)
+
+    def pause(self):
+        """`engine.pause()`, of which a child without an engine has no need."""
+        return contextlib.nullcontext() if self.is_child else self.engine.pause()
+
+    def rows_alone(self):
+        """Fork for each row of the coming batch; yields the row's number in the child only."""
+        import torch
+
+        step = len(self.engine.ledger)
+        if step not in LOOKED_AT or step == self._looked_at:  # another physical batch of the step
+            return
+        rows, self._alone, self._looked_at = self.engine.plan.batch_indices(step), [], step
+        for k, row in enumerate(rows.tolist()):
+            receives, sends = os.pipe()
+            if os.fork() == 0:
+                self._sends = sends
+                self.engine.detach()
+                take_modes_away()
+                draw_as_in_the_batch(torch, len(rows), k)
+                random.seed(step)  # a fork gave it a seed of its own
+                yield row
+                os._exit(1)
+            os.close(sends)
+            with open(receives, "rb") as pipe:
+                self._alone.append(pickle.load(pipe))
+            os.wait()
+
+    def send(self, found):
+        """End a child with what it found."""
+        with open(self._sends, "wb") as pipe:
+            pickle.dump(found, pipe)
+        os._exit(0)
+
+    @property
+    def is_child(self):
+        return self._sends is not None
+
+    def _at_step(self, *_):
+        """Send the row's gradient, or compare the mean that the optimizer gets with all rows'."""
+        import torch
+
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
+        found = torch.cat([grad.flatten() for grad in grads])
+        if self.is_child:
+            self.send(found.numpy())
+        if self._alone is not None and len(self.engine.ledger) > self._looked_at:
+            plan, self._alone, alone = self.engine.plan, None, self._alone
+            errors = [error for error in alone if isinstance(error, str)]
+            assert not errors, errors[0]
+            expected = sum(
+                g * min(1, plan.max_grad_norm / max(g.norm(), 1e-30))
+                for g in map(torch.from_numpy, alone)
+            )
+            gap = found * plan.expected_batch_size - expected
+            assert gap.norm() < 1e-6 * plan.max_grad_norm, float(gap.norm())
+            self.compared += 1
+
+
+class Watched:
+    """Loader that forks before the batches of `LOOKED_AT`."""
+
+    def __init__(self, private, planned, source):
+        self.private, self.planned, self.source = private, planned, source
+        self.dataset = source.dataset
+
+    def __len__(self):
+        return len(self.planned)
+
+    def remaining(self):
+        return Watched(self.private, self.planned.remaining(), self.source)
+
+    def __iter__(self):
+        import torch
+
+        batches = iter(self.planned)
+        while True:
+            step = len(self.private.engine.ledger)
+            torch.manual_seed(step)
+            random.seed(step)
+            for row in self.private.rows_alone():
+                yield self.source.collate_fn([self.dataset[row]])
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def draw_as_in_the_batch(torch, n, k):
+    """Row k of what n rows would draw, wherever one row alone draws numbers of its own."""
+
+    def sized(draw):
+        def call(*args, **options):
+            *before, size = args if isinstance(args[-1], tuple | list | torch.Size) else (args,)
+            if size[0] != 1:
+                return draw(*args, **options)
+            return draw(*before, (n, *size[1:]), **options)[k : k + 1]
+
+        return call
+
+    def like(draw):
+        def call(x, *args, **options):
+            return draw(x.detach().repeat(n, *[1] * (x.dim() - 1)), *args, **options)[k : k + 1]
+
+        return call
+
+    for name in ("rand", "randn", "randint"):
+        setattr(torch, name, sized(getattr(torch, name)))
+    for name in ("rand_like", "randn_like", "bernoulli"):
+        setattr(torch, name, like(getattr(torch, name)))
+    masks = like(torch.nn.functional.dropout)
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return x * masks(torch.ones_like(x), p, training)
+
+    torch.nn.functional.dropout = dropout
+
+
+def with_mistake(run, old, new):
+    """Return the program with a part of its text replaced."""
+    text = textwrap.dedent(inspect.getsource(run)).partition("def ")
+    assert text[2].count(old) == 1, f"{old!r} stands {text[2].count(old)} times in {run.__name__}"
+    scope = dict(run.__globals__)
+    exec("def " + text[2].replace(old, new), scope)
+    return scope[run.__name__]
+
+
+def programs():
+    """Return a list and the decorator that adds a program to it.
+
+    The decorator takes the mistake (old text, new text, words of the refusal), numbers=False where
+    a row alone does not run through the same program, and is_noted=True for a mistake of which
+    there is only a suspicion: Python numbers made of the batch.
+    """
+    found = []
+
+    def program(*mistake, numbers=True, is_noted=False):
+        def add(run):
+            entry = {"mistake": mistake, "numbers": numbers, "is_noted": is_noted}
+            found.append(SimpleNamespace(run=run, **entry))
+            return run
+
+        return add
+
+    return found, program
+
+
+def names(found):
+    return [entry.run.__name__ for entry in found]
+
+
+def run(program, private):
+    """Run a program; in a child an error is what is sent."""
+    try:
+        program(private)
+    except BaseException as error:
+        if not private.is_child:
+            raise
+        private.send(f"{type(error).__name__}: {error}")
+    if private.is_child:
+        private.send("the program took no step with its row alone")
+
+
+def equals_rows_alone(entry):
+    """30 steps with checks=1.0, compared with each row alone."""
+    import torch
+
+    private = Private(entry.numbers, noise_multiplier=1e-12, checks=1.0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        run(entry.run, private)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(private.engine.ledger) == STEPS
+    assert private.compared >= len(LOOKED_AT) * entry.numbers
+
+
+def runs_as_a_users(entry):
+    """30 steps with the default checks and noise; warnings are errors in the whole suite."""
+    private = Private(False, noise_multiplier=1.0)
+    run(entry.run, private)
+    assert len(private.engine.ledger) == STEPS
+
+
+def is_refused(entry):
+    """The planted mistake is refused at its first step, or what the loop does right after it."""
+    old, new, words = entry.mistake
+    private = Private(False, noise_multiplier=1.0)
+    if entry.is_noted:
+        run(with_mistake(entry.run, old, new), private)
+        assert words in private.engine.ledger.to_json()
+        return
+    refused = pytest.raises((RuntimeError, ValueError, TypeError), match=words)
+    with refused, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of shapes that broadcast
+        run(with_mistake(entry.run, old, new), private)
+    assert private.engine is None or len(private.engine.ledger) <= 1

@@ -54,7 +54,7 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
         return _doubled(sigma, bins, tail)
     leak = math.log(2 / tail)
     for _ in range(20):
-        one = _coordinate(sigma, step, low, top)
+        one = coordinate(sigma, step, low, top)
         end = _reach(one.q, one.p, bins, leak)
         if end < _MAX_POINTS - 8:
             break
@@ -221,7 +221,7 @@ def _merged_errors(kept: Index) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Coordinate:
+class Coordinate:
     """Distribution of the spread Y at the grid points `first`, `first` + 1, ... times the step.
 
     `q` and `p` are Q- and P-masses with relative error at most `error`; `lost_q` and `lost_p` are
@@ -236,7 +236,7 @@ class _Coordinate:
     lost_p: float
 
 
-def _coordinate(sigma: float, step: float, low: float, top: float) -> _Coordinate:
+def coordinate(sigma: float, step: float, low: float, top: float) -> Coordinate:
     """Y spread onto a grid over [low, top]; mass and mean of every cell are preserved.
 
     An outcome y in the cell [j, j + 1) goes to j + 1 with probability y - j, and to j otherwise.
@@ -259,7 +259,7 @@ def _coordinate(sigma: float, step: float, low: float, top: float) -> _Coordinat
     lost = [float(ndtr(x[0]) + ndtr(-x[-1])) * (1 + NDTR_ERROR) for x in (z, z - 1 / sigma)]
     if z[-1] > _FARTHEST:  # densities underflow where P may have its mass
         lost[1] = 1.0
-    return _Coordinate(first, q, q * index * step, error, *lost)
+    return Coordinate(first, q, q * index * step, error, *lost)
 
 
 def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]:

@@ -89,24 +89,18 @@ Masses = tuple[Array, Array, Array, Array]
 
 
 def _between_cuts(below: Array, above: Array) -> Masses:
-    """(rows, edges) masses below and above -> masses between, by the smaller tails.
+    """(..., edges) masses below and above -> masses between, by the smaller tails.
 
     Each mass is a difference on the side of the smaller tail: its error is at most the relative
     error of `ndtr` times the tails involved, and a few ulps of a mass across the median.
     """
-    left, right = below[:, :-1] <= above[:, :-1], above[:, 1:] <= below[:, 1:]
-    rising, falling = below[:, 1:] - below[:, :-1], above[:, :-1] - above[:, 1:]
-    mass = np.where(left, np.where(right, (1.0 - below[:, :-1]) - above[:, 1:], rising), falling)
     small = np.minimum(below, above)
-    error = NDTR_ERROR * (small[:, :-1] + small[:, 1:]) + 4 * U * mass
-    return np.maximum(mass, 0.0), error, below[:, 0], above[:, -1]
-
-
-def _normal_masses(z: Array) -> Masses:
-    """(rows, edges) increasing z -> masses of N(0, 1) between them."""
-    tail, right = ndtr(-np.abs(z)), z > 0
-    rest = 1 - tail
-    return _between_cuts(np.where(right, rest, tail), np.where(right, tail, rest))
+    low, high, over, under = below[..., :-1], below[..., 1:], above[..., :-1], above[..., 1:]
+    mass = np.where(
+        low <= over, np.where(under <= high, (1.0 - low) - under, high - low), over - under
+    )
+    error = NDTR_ERROR * (small[..., :-1] + small[..., 1:]) + 4 * U * mass
+    return np.maximum(mass, 0.0), error, below[..., 0], above[..., -1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +136,11 @@ class Subsampled:
         far = (np.exp(np.minimum(g, 0.0)) - (1 - q)) / q
         ratio = np.where(g < -0.5, far, 1 + np.expm1(g) / q)
         with np.errstate(divide="ignore"):
-            z0 = s * np.log(np.maximum(ratio, 0.0)) + 0.5 / s
-        m0, e0, below, above = _normal_masses(z0)
-        m1, e1, below1, above1 = _normal_masses(z0 - 1 / s)
+            z = s * np.log(np.maximum(ratio, 0.0)) + 0.5 / s
+        z = np.stack([z, z - 1 / s])
+        tail, right = ndtr(-np.abs(z)), z > 0
+        cuts = np.where(right, 1 - tail, tail), np.where(right, tail, 1 - tail)
+        (m0, m1), (e0, e1), (below, below1), (above, above1) = _between_cuts(*cuts)
         slack = 16 * U * (2 + self.sigma[rows] ** -2.0 + max(abs(g[0]), abs(g[-1])))
         if of_q:
             upper, shrunk = np.maximum(ratio[:, 1:], 0.0), q * np.exp(-g[1:])

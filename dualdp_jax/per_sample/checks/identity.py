@@ -212,159 +212,136 @@ def check(
     """
     if not numbers.counts.any():
         return False
-    rng = np.random.default_rng(seed)
-    for k in _rows(numbers, rng, ROWS_OF_FIRST if is_first else ROWS):
-        check_row(reference, numbers, k)
+    comparison, rng = Comparison(reference, numbers), np.random.default_rng(seed)
+    order = np.flatnonzero(numbers.counts)
+    order = order[np.argsort(numbers.norms[order])]  # those that are not finite come last
+    finite, drawn = int(np.isfinite(numbers.norms[order]).sum()), rng.permutation(order)
+    rows = [*order[finite:][:1], *order[:finite][-1:], *order[:1], *drawn]
+    for k in list(dict.fromkeys(map(int, rows)))[: ROWS_OF_FIRST if is_first else ROWS]:
+        comparison.of_row(k)
     if numbers.weighted_sum is not None and (is_first or not released):
         smallest = np.min([*numbers.factors.values()], 0)
-        rows = rng.permutation(np.flatnonzero(numbers.counts & (smallest > 0)))
         signs = rng.choice([-1.0, 1.0], len(smallest)) * rng.uniform(0.5, 1, len(smallest))
-        _check_signs(reference, numbers, numbers.weighted_sum, signs * smallest, rows)
-        if is_first and len(rows):  # the other rows are replaced, by copies of this one
-            alone = _only(smallest, rows[:1])
-            ours = numbers.weighted_sum(alone)
-            what = "an example with the other rows replaced"
-            _compare(reference, numbers, ours, alone, what)
+        drawn = drawn[smallest[drawn] > 0]
+        comparison.of_signs(signs * smallest, drawn)
+        if is_first and len(drawn):  # the reference has copies of the row in place of the others
+            alone = _only(smallest, drawn[:1])
+            comparison.of_sum(alone, "an example with the other rows replaced")
     if numbers.sums is not None and (is_first or released):
         group = sorted(numbers.factors)[int(rng.integers(len(numbers.factors)))]
         weights = np.where(numbers.counts, numbers.factors[group], 0)
-        of_group = [own == group for own in numbers.clip.groups] if numbers.clip else None
-        _compare(
-            reference, numbers, numbers.sums, weights, "the sum of the clipped gradients", of_group
-        )
+        comparison.of_sum(weights, "the sum of the clipped gradients", group)
     return True
-
-
-def _rows(numbers: Numbers, rng: np.random.Generator, most: int) -> list[int]:
-    """Rows whose norms are compared: largest, smallest, one that is not finite, and drawn ones."""
-    rows = np.flatnonzero(numbers.counts)
-    norms = numbers.norms[rows]
-    finite = rows[np.isfinite(norms)]
-    chosen = list(rng.permutation(rows[~np.isfinite(norms)])[:1])
-    if len(finite):
-        order = finite[np.argsort(numbers.norms[finite])]
-        chosen += [order[-1], order[0]]
-    chosen += list(rng.permutation(rows))
-    return [int(k) for k in dict.fromkeys(chosen)][:most]
-
-
-def check_row(reference: Reference, numbers: Numbers, k: int) -> None:
-    """Compare the norm and the factors of a row with those of its gradient alone."""
-    alone = np.zeros(len(numbers.norms))
-    alone[k] = 1
-    _, plain = reference.rest(reference.zeros, alone)
-    error = _error_of_row(numbers, k, plain)
-    if not error > TOLERANCE[reference.precision]:
-        return
-    scale = max(float(np.linalg.norm(plain)), _unit(numbers))
-    if error * ROUNDING <= np.linalg.norm(reference.moved(alone)) / scale:
-        return
-    what = "the norm or clip factor of an example"
-    raise _failure(what, error, numbers, plain, {"norm": float(numbers.norms[k])})
-
-
-def _error_of_row(numbers: Numbers, k: int, plain: Floats) -> float:
-    """Relative error of a row's norm and factors; `plain` holds its leaves' true norms."""
-    norm, ours, clip = float(np.linalg.norm(plain)), float(numbers.norms[k]), numbers.clip
-    if not norm < LARGEST:  # also nan
-        is_dropped = clip is None or not any(f[k] for f in numbers.factors.values())
-        return 0.0 if is_dropped or ours >= LARGEST else math.inf
-    if not math.isfinite(ours):
-        return math.inf
-    errors = [abs(ours - norm) / max(norm, _unit(numbers))]
-    for size, own in zip(numbers.leaf_norms or (), plain, strict=False):
-        errors.append(abs(size[k] - own) / max(own, RESOLUTION))
-    if clip is not None:
-        for group, factors in numbers.factors.items():
-            members = [size for size, own in zip(plain, clip.groups, strict=True) if own == group]
-            own = float(np.linalg.norm(members))
-            bound = float(whole(clip.bounds[group]))
-            errors.append(abs(factors[k] - clip.factor(group, own)) * own / bound)
-    return math.inf if any(map(math.isnan, errors)) else max(errors)
-
-
-def _unit(numbers: Numbers) -> float:
-    """Norm below which an error of a norm does not matter: what the factor is computed from."""
-    if numbers.clip is None:
-        return RESOLUTION
-    if numbers.clip.clipping == "automatic":
-        return AUTOMATIC_OFFSET
-    return math.hypot(*(float(whole(bound)) for bound in numbers.clip.bounds.values()))
 
 
 def _only(weights: Floats, rows: Places) -> Floats:
     """Weights (n,) of these rows, 0 for the others."""
-    found = np.zeros_like(weights)
-    found[rows] = weights[rows]
-    return found
+    return np.where(np.isin(np.arange(len(weights)), rows), weights, 0)
 
 
-def _check_signs(
-    reference: Reference,
-    numbers: Numbers,
-    weighted_sum: Callable[[Floats], Leaves],
-    weights: Floats,
-    rows: Places,
-) -> None:
-    """Compare the sum of the gradients of rows times weights of both signs."""
-    is_low = reference.precision not in ("float64", "float32")
-    pending = [rows[:FEW] if is_low else rows]
-    while pending:
-        part = pending.pop()
-        own = _only(weights, part)
-        ours, what = weighted_sum(own), "the sum with random signs of the clipped gradients"
-        # Rounding that adds up over many rows may be as large as one wrong row, not over few.
-        if _compare(reference, numbers, ours, own, what) and is_low and len(part) > FEWEST:
-            pending += np.array_split(part, 2)
+@dataclass(frozen=True)
+class Comparison:
+    """Numbers of a call or step beside plain autodiff of its rows."""
 
+    reference: Reference
+    numbers: Numbers
 
-def _compare(
-    reference: Reference,
-    numbers: Numbers,
-    ours: Leaves,
-    weights: Floats,
-    what: str,
-    of_group: list[bool] | None = None,
-) -> bool:
-    """Compare our weighted sum with plain autodiff, optionally only the leaves of one group.
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Bound of each clipping group; empty without clipping."""
+        clip = self.numbers.clip
+        return {} if clip is None else {g: float(whole(c)) for g, c in clip.bounds.items()}
 
-    The scale of the tolerance is the largest contribution: the smaller of C and the largest norm.
-    Returns True for a difference beyond the tolerance that rounding may explain.
-    """
-    chosen = np.ones(len(ours), bool) if of_group is None else np.array(of_group)
-    _, gaps = reference.rest(ours, weights)
-    at = np.flatnonzero(weights)
-    largest = float(np.max(np.abs(weights[at]) * numbers.norms[at], initial=0.0))
-    if numbers.clip is not None:
-        bound = max(float(whole(bound)) for bound in numbers.clip.bounds.values())
-        largest = max(largest if of_group is None else min(largest, bound), 1e-6 * bound)
-    tolerance, gap = TOLERANCE[reference.precision], float(np.linalg.norm(gaps[chosen]))
-    if gap <= tolerance * largest:
-        return False
-    of_sum = np.linalg.norm(reference.rest(reference.zeros, weights)[1][chosen])
-    if gap <= tolerance * (largest + OF_SUM[reference.precision] * of_sum):
-        return False
-    if gap * ROUNDING <= np.linalg.norm(reference.moved(weights)[chosen]):
-        return True
-    error = gap / max(largest, RESOLUTION)
-    raise _failure(what, error, numbers, gaps * chosen, {"gap": gap})
+    def of_row(self, k: int) -> None:
+        """Compare the norm and the factors of a row with those of its gradient alone."""
+        numbers, alone = self.numbers, _only(np.ones(len(self.numbers.norms)), np.array([k]))
+        plain = self.reference.rest(self.reference.zeros, alone)[1]
+        unit = math.hypot(*self.bounds.values()) or RESOLUTION
+        if numbers.clip is not None and numbers.clip.clipping == "automatic":
+            unit = AUTOMATIC_OFFSET
+        error, scale = self._error_of_row(k, plain, unit), max(float(np.linalg.norm(plain)), unit)
+        if not error > TOLERANCE[self.reference.precision]:
+            return
+        if error * ROUNDING * scale > np.linalg.norm(self.reference.moved(alone)):
+            what = "the norm or clip factor of an example"
+            raise self._failure(what, error, plain, {"norm": float(numbers.norms[k])})
 
+    def _error_of_row(self, k: int, plain: Floats, unit: float) -> float:
+        """Relative error of a row's norm and factors; `plain` holds its leaves' true norms.
 
-def _failure(
-    what: str, error: float, numbers: Numbers, by_leaf: Floats, details: dict[str, float]
-) -> ExactnessError:
-    """Error of a failed check; it names the leaves that differ most, and no private number."""
-    order = sorted(zip(-np.nan_to_num(by_leaf, nan=np.inf), numbers.names, strict=True))
-    names = [name for size, name in order if size <= 0.1 * order[0][0]][:5]
-    size = power_of_ten(error)
-    return ExactnessError(
-        f"A spot check failed: {what} differs from plain autodiff by {size} of its scale "
-        f"(parameters {', '.join(map(repr, names))}). Nothing was released for this batch. "
-        f"{ADVICE}",
-        parameters=names,
-        relative_error=size,
-        unprotected_details={**details, "error": error},
-    )
+        An error of a norm below `unit` does not matter: the factor is computed from that.
+        """
+        numbers, clip = self.numbers, self.numbers.clip
+        norm, ours = float(np.linalg.norm(plain)), float(numbers.norms[k])
+        if not norm < LARGEST:  # also nan
+            is_dropped = clip is None or not any(f[k] for f in numbers.factors.values())
+            return 0.0 if is_dropped or ours >= LARGEST else math.inf
+        if not math.isfinite(ours):
+            return math.inf
+        errors = [abs(ours - norm) / max(norm, unit)]
+        for size, own in zip(numbers.leaf_norms or (), plain, strict=False):
+            errors.append(abs(size[k] - own) / max(own, RESOLUTION))
+        for group, bound in self.bounds.items():
+            assert clip is not None
+            own = float(np.linalg.norm(plain[[name == group for name in clip.groups]]))
+            errors.append(abs(numbers.factors[group][k] - clip.factor(group, own)) * own / bound)
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+    def of_signs(self, weights: Floats, rows: Places) -> None:
+        """Compare the sum of the gradients of rows times weights of both signs."""
+        is_low = self.reference.precision not in ("float64", "float32")
+        pending = [rows[:FEW] if is_low else rows]
+        while pending:
+            part = pending.pop()
+            what = "the sum with random signs of the clipped gradients"
+            is_excused = self.of_sum(_only(weights, part), what)
+            # Rounding that adds up over many rows may be as large as one wrong row, not over few.
+            if is_excused and is_low and len(part) > FEWEST:
+                pending += np.array_split(part, 2)
+
+    def of_sum(self, weights: Floats, what: str, group: str | None = None) -> bool:
+        """Compare our weighted sum, or the leaves of a group in the released one, with autodiff.
+
+        The scale of the tolerance is the largest contribution: the smaller of C and the largest
+        norm. Returns True for a difference beyond the tolerance that rounding may explain.
+        """
+        numbers, reference = self.numbers, self.reference
+        ours, chosen = numbers.sums, np.ones(len(numbers.names), bool)
+        if group is None and numbers.weighted_sum is not None:
+            ours = numbers.weighted_sum(weights)
+        elif numbers.clip is not None:
+            chosen = np.array([own == group for own in numbers.clip.groups])
+        assert ours is not None
+        gaps = np.where(chosen, reference.rest(ours, weights)[1], 0)
+        at, bound = np.flatnonzero(weights), max(self.bounds.values(), default=0.0)
+        largest = float(np.max(np.abs(weights[at]) * numbers.norms[at], initial=0.0))
+        largest = max(largest if group is None else min(largest, bound), 1e-6 * bound)
+        tolerance, gap = TOLERANCE[reference.precision], float(np.linalg.norm(gaps))
+        if gap <= tolerance * largest:
+            return False
+        of_sum = np.linalg.norm(reference.rest(reference.zeros, weights)[1][chosen])
+        if gap <= tolerance * (largest + OF_SUM[reference.precision] * of_sum):
+            return False
+        if gap * ROUNDING <= np.linalg.norm(reference.moved(weights)[chosen]):
+            return True
+        raise self._failure(what, gap / max(largest, RESOLUTION), gaps, {"gap": gap})
+
+    def _failure(
+        self, what: str, error: float, by_leaf: Floats, details: dict[str, float]
+    ) -> ExactnessError:
+        """Error of a failed check; it names the leaves that differ most, and no private number."""
+        sizes = -np.nan_to_num(by_leaf, nan=np.inf)
+        order = sorted(zip(sizes, self.numbers.names, strict=True))
+        names = [name for size, name in order if size <= 0.1 * order[0][0]][:5]
+        size = power_of_ten(error)
+        return ExactnessError(
+            f"A spot check failed: {what} differs from plain autodiff by {size} of its scale "
+            f"(parameters {', '.join(map(repr, names))}). Nothing was released for this batch. "
+            f"{ADVICE}",
+            parameters=names,
+            relative_error=size,
+            unprotected_details={**details, "error": error},
+        )
 
 
 def precision_of(program: Program) -> str:

@@ -103,6 +103,11 @@ _DECLARED = (
     "loss_reduction={declared!r}, but the loss is a {other}. Declare loss_reduction={other!r}: the "
     "clipping bound depends on it."
 )
+_OF_PARAMETERS = (
+    "autograd.grad asked for gradients of parameters, which a private loop has not: what it gets "
+    "is the noisy mean, in p.grad after optimizer.step(). Expected loss.backward(), and for a log "
+    "p.grad after the step; other uses belong under engine.pause(), and are not private."
+)
 BACK = "Rows of the batch went through NumPy or Python lists; the loss is checked without them."
 DECIDED = "The loop decides by data of the batch, as in `if loss > 1`, before its backward."
 UNSEEN = "A backward of the loop was not seen (another thread, compiled code): it is not checked."
@@ -161,6 +166,7 @@ class Twin:
         self.problem: str | None = None
         self.parts = ""
         self.has_other_inputs = self.decides_otherwise = self.has_replaced = False
+        self.is_torn = False  # True if a reading was lost that may have been right
 
     def fork(self, **changes: Any) -> Twin:
         """Return a twin that goes on from here otherwise, and copies what it writes to."""
@@ -224,6 +230,7 @@ class Twin:
         if target in self.shared:
             del self.shared[target]
             if self.tensors[target]._is_view():
+                self.is_torn = True
                 raise LostError("a part of a tensor is written")
             self.tensors[target] = self.tensors[target].clone()
 
@@ -331,6 +338,8 @@ class Twins(TorchFunctionMode):
         self.clear()
         n = self._n = num_rows // self.k
         self._batch = list(_tensors_in(batch, 5))
+        if any(x.is_nested or x.layout is not torch.strided for x in self._batch):
+            return  # which the model may not get; made dense, it is what the loop sees
         if any(tensor.shape[:1] != (num_rows,) for tensor in self._batch):
             if num_rows < _FEWEST_IN_LISTS:
                 return
@@ -345,7 +354,8 @@ class Twins(TorchFunctionMode):
             self.twins.append(Twin(n, self.k, others, unit))
         self.is_on = bool(self.twins)
         for tensor in self._batch if self.is_on else ():
-            self._take(tensor, None if tensor in self._places else _axis_of(tensor, num_rows))
+            axes = [axis for axis, size in enumerate(tensor.shape) if size == num_rows]
+            self._take(tensor, axes[0] if axes and tensor not in self._places else None)
         self._listen()
 
     def _listen(self) -> None:
@@ -390,7 +400,9 @@ class Twins(TorchFunctionMode):
 
     # ------------------------------------------------------------------ the model
 
-    def enter_model(self, model: nn.Module, args: Any, kwargs: Any, num_rows: int) -> None:
+    def enter_model(
+        self, args: Any, kwargs: Any, num_rows: int, model: nn.Module | None = None
+    ) -> None:
         """Begin a forward, whose functions are not led; compare what it gets, and what it holds."""
         if self.rows_of is not None and not self.is_on:
             self.begin((), num_rows, self.rows_of(num_rows), 0, 2)
@@ -556,7 +568,9 @@ class Twins(TorchFunctionMode):
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
         seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
-        if is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
+        if is_led and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
+            self._hear_processes(name, tensors + _tensors(out))
+        elif is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
             self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
@@ -583,9 +597,6 @@ class Twins(TorchFunctionMode):
         """Call a function on every twin's tensors, after the loop's call."""
         tensors, made = _tensors(call.given), _tensors(call.out)
         led = [tensor for tensor in tensors if tensor in self._led]
-        if str(getattr(call.func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
-            self._hear_processes(call.name, led + made)
-            return
         numbers = _numbers(call.given)
         reads = [value for twin in self.twins for value in numbers if value in twin.reads]
         is_drawn = all(t in self._drawn for t in led) and bool(led or call.draws) and not reads
@@ -601,8 +612,10 @@ class Twins(TorchFunctionMode):
                 self._drawn[tensor] = True
             elif not is_taken:
                 self._drawn.pop(tensor, None)
-        if not is_taken:
-            self._fork(call, [t for t in tensors if t not in self._led])
+        if is_taken:  # of a draw by size nobody knows if it is a table
+            self._fork(call, made, [])
+        else:
+            self._fork(call, [t for t in tensors if t not in self._led], numbers)
         lead = self._take_drawn if is_taken else self._repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -616,13 +629,12 @@ class Twins(TorchFunctionMode):
                         reason = str(error).split("\n")[0][:80]
                         twin.problem = f"{call.name} can't be called on one row ({reason})"
 
-    def _fork(self, call: _Call, unknown: Sequence[Tensor]) -> None:
+    def _fork(self, call: _Call, unknown: Sequence[Tensor], numbers: Sequence[float]) -> None:
         """Let twins go on by every reading that this call has."""
-        n, k, numbers = self._n, self.k, _numbers(call.given)
-        places = range(call.first, call.first + len(numbers))
+        n, k = self._n, self.k
         doubtful = [
             v
-            for at, v in zip(places, numbers, strict=True)
+            for at, v in enumerate(numbers, call.first)
             if self.numbers.learned(at, call.name, v, n) is None
         ]
         for twin in [twin for twin in self.twins if twin.follows_reads and twin.is_base]:
@@ -652,7 +664,8 @@ class Twins(TorchFunctionMode):
         with autocast_as([("cpu", dtypes[-1][1])]) if moves else contextlib.nullcontext():
             if call.draws is not None:
                 with call.draws.repeated():
-                    ours = _as_drawn(twin, call.func, call.given, given)
+                    drawn = _as_drawn(twin, call.func, call.given, given)
+                ours = pytree.tree_map_only(Tensor, twin.placed, drawn)
             else:
                 ours = call.func(*given[0], **given[1])
         twin.note(call.name, call.out, ours)
@@ -719,6 +732,11 @@ class Twins(TorchFunctionMode):
         self._is_busy = True
         try:
             out = func(*args, **kwargs)
+        except RuntimeError as error:
+            wanted = pytree.tree_leaves(given.get("inputs"))
+            if func is torch.autograd.grad and any(map(_is_parameter, wanted)):
+                raise RuntimeError(_OF_PARAMETERS) from error
+            raise
         finally:
             self._is_busy = False
         if func is torch.autograd.grad:
@@ -768,6 +786,8 @@ class Twins(TorchFunctionMode):
         found = None
         for start in dict.fromkeys(twin.own.start for twin in self.twins):
             twins = [twin for twin in self.twins if twin.own.start == start]
+            if any(twin.is_torn for twin in twins):
+                continue
             found = found or self._among(twins, cotangents, declared, limit)
             found = found or self._alone(twins, cotangents, declared, limit)
         self.has_passed |= found is None
@@ -775,7 +795,10 @@ class Twins(TorchFunctionMode):
 
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
-        ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
+        among = [twin for twin in twins if not twin.is_alone]
+        if among and all(twin.has_other_inputs for twin in among):  # lost inside the model or not
+            return Problem(_INPUTS.format(first=_first(among)))
+        ran = [twin for twin in among if twin.problem is None]
         errors = [t.error(cotangents, declared, not self._has_drawn) for t in ran]
         pairs = zip(errors, ran, strict=True)
         if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
@@ -843,8 +866,8 @@ def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
-            tensor = tensor.index_select(axis, rows.to(tensor.device))
-        return twin.placed(tensor)
+            return tensor.index_select(axis, rows.to(tensor.device))
+        return tensor
 
     args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
     found = func(*args, **kwargs)
@@ -879,11 +902,11 @@ class Forwarded(NamedTuple):
     held: Mapping[Any, Tensor]
 
 
-def held_tensors(model: nn.Module) -> dict[Any, Tensor]:
+def held_tensors(model: nn.Module | None) -> dict[Any, Tensor]:
     """Return (module, attribute, place) -> tensor that a module keeps beside its state."""
     return {
         (i, key, place): tensor
-        for i, module in enumerate(model.modules())
+        for i, module in enumerate(model.modules() if model is not None else ())
         for key, value in vars(module).items()
         if key[:1] != "_"
         for place, tensor in enumerate(_tensors(value))
@@ -925,11 +948,6 @@ def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
     """True if a tensor of unknown origin may hold rows of the batch, or a value for each unit."""
     is_named = _is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
     return tensor.shape[:1] in ((n,), (n * k,)) and not is_named
-
-
-def _axis_of(tensor: Tensor, rows: int) -> int | None:
-    """Return the axis of a tensor of the loader's batch on which the rows are."""
-    return next((axis for axis, size in enumerate(tensor.shape) if size == rows), None)
 
 
 def _places_in(value: Any, rows: int, place: int | None = None) -> Iterator[tuple[Tensor, int]]:

@@ -113,5 +113,5 @@ def test_another_accountant_can_be_registered():
         with pytest.raises(TypeError, match="is not a name"):
             accountants.register("", Twice)
     finally:
-        del accountants.base._TABLE["twice"]
+        del accountants.base.TABLE["twice"]
     assert type(accountants.create("prv")) is accountants.PLDAccountant

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renyi accountant, and the central limit: published numbers, 40-digit truth, bounds, refusals."""
 
-import json
 import math
 
 import mpmath as mp
@@ -85,22 +84,15 @@ def test_other_curves():
         accountants.create("rdp", group_size=2).step(noise_multiplier=1.0, sample_rate=0.1)
 
 
-def test_state_and_merge():
+def test_bounds_and_their_inverse():
     made = accountants.create("rdp")
     made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=3)
-    loaded = accountants.create("rdp")
-    loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert loaded == made
-    assert np.all(loaded.rdp() == made.rdp())
-    assert made.epsilon_bounds(delta=1e-5) == (0.0, *[made.get_epsilon(delta=1e-5)] * 2)
     epsilon = made.get_epsilon(delta=1e-5)
+    assert made.epsilon_bounds(delta=1e-5) == (0.0, epsilon, epsilon)
     assert made.get_delta(epsilon=epsilon) == pytest.approx(1e-5, rel=1e-6)
-    loaded.merge(made)
-    assert loaded.rdp() == pytest.approx(2 * made.rdp(), rel=1e-12)
-    before = loaded.state_dict()
-    with pytest.raises(ValueError, match=r"Expected what state_dict\(\)"):
-        loaded.load_state_dict(None)
-    assert loaded.state_dict() == before
+    once = made.rdp()
+    made.merge(made)
+    assert made.rdp() == pytest.approx(2 * once, rel=1e-12)
 
 
 def test_limits():

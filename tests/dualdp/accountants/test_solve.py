@@ -100,7 +100,7 @@ def test_nothing_released_needs_no_noise():
     [
         ({"target_epsilon": 0.0}, "target_epsilon=0.0 is out of range"),
         ({"target_epsilon": math.inf}, "target_epsilon=inf is out of range"),
-        ({"target_delta": 1.0}, "strictly between 0 and 1"),
+        ({"target_delta": 1.0}, "target_delta=1.0 is out of range"),
         ({"accountant": "gdp"}, "accountants.gdp_epsilon gives the number of papers"),
         ({"sampler": "balls_in_bins", "sample_rate": 0.3}, "Use 1/3 or 1/4"),
     ],
@@ -118,7 +118,7 @@ def test_noise_that_no_number_reaches_is_refused():
 
 
 def test_a_misspelt_word_is_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'smapler'"):
+    with pytest.raises(TypeError, match="no argument 'smapler'"):
         dualdp.get_epsilon(
             noise_multiplier=1.0, sample_rate=0.1, num_steps=1, delta=1e-5, smapler="poisson"
         )

@@ -73,7 +73,7 @@ def test_what_can_not_be_seen_is_said():
     assert report.passed
     missing = {check.name: check.detail for check in report.checks if check.passed is None}
     assert missing["batches are drawn as claimed"] == "the implementation does not say who joined"
-    assert missing["contribution is bounded"] == "it only trains"
+    assert missing["sensitivity"] == "it only trains"
     assert str(report).count("not run") == len(missing) == 2
 
 

@@ -105,7 +105,7 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=text):
             dpj.load_checkpoint(path, like=dpj.TrainState.create(tree, tx))
     state, engine = dpj.load_checkpoint(path, like=dpj.TrainState.create(params(), optimizer))
-    with pytest.raises(ValueError, match=r"opt_state has the leaves \[\], .* lacks .*mu"):
+    with pytest.raises(ValueError, match=r"state lacks the leaves \[\] and has .*mu"):
         engine.resume(**arguments() | {"optimizer": optax.sgd(0.1)})
     with pytest.raises(ValueError, match=r"\['num_steps'\] came for a run that was loaded"):
         engine.resume(**arguments(), num_steps=3)

@@ -13,6 +13,7 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp import AccountingError, randomness
+from dualdp.ledger.ledger import Release
 from dualdp.plan.plan import NOISE, PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm, Linear
 from dualdp.randomness import key_of, noise_bits, seeded_bits, threefry
@@ -62,7 +63,10 @@ def on_record(plan, num_steps=None):
 
 @pytest.mark.parametrize("noise", ["fast", "portable"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_noise_is_the_counter_generator(noise, dtype):
+def test_noise_is_the_counter_generator(noise, dtype, monkeypatch):
+    """Fast noise is that of large leaves; its small ones are drawn together."""
+    monkeypatch.setattr("dualdp_jax.noise.noise._SMALL", 0)
+    jax.clear_caches()
     plan = make_plan(noise=noise)
     with jax.enable_x64(dtype == "float64"):
         grads = {"b": jnp.ones((3, 2), dtype), "a": None, "c": jnp.zeros((), dtype)}
@@ -77,10 +81,24 @@ def test_noise_is_the_counter_generator(noise, dtype):
     assert noisy["a"] is None
 
 
-SHAPES = [
-    (3, 4), (), (1,), (0,), (7,), (200, 400), (400, 200), (11,), (13,), (300, 300), (128, 64),
-    *[(64,)] * 9, *[(64, 64)] * 4,
-]  # fmt: skip
+def test_small_leaves_are_drawn_together():
+    """By one draw of one key, whose numbers are theirs in order."""
+    plan, sums = make_plan(noise_multiplier=0.5), {"a": jnp.zeros((3, 4)), "b": jnp.zeros(5)}
+    noisy = dpj.noisy_mean(sums, plan, 1)
+    key = threefry.fold_in(key_of(seeded_bits(5, "noise", 1)), 2)
+    expected = threefry.normal(key, 17, dtype=np.float32) / 20
+    found = np.concatenate([noisy["a"].ravel(), noisy["b"]])
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_small_leaves_cost_one_draw_of_a_program():
+    """Each takes longer to compile than the sum that it is added to."""
+    leaves = [jnp.zeros(size) for size in range(3, 9)]
+    release, count = Release(0, 0, 0, 1.0, 1.0, 1.0, 20.0), {}
+    for kind in ("fast", "portable"):
+        drawn = NoiseSource(make_plan(noise=kind)).drawn(leaves, release, bytes(64))
+        count[kind] = str(jax.make_jaxpr(noised_mean)(leaves, drawn)).count("random_bits[")
+    assert count["fast"] == 1 < len(leaves) <= count["portable"]
 
 
 def test_noise_is_wide_for_low_precision_sums():
@@ -103,12 +121,6 @@ def test_secure_noise_compiles_once_and_keeps_its_structure():
     assert update._cache_size() == 1
     assert mean["b"].dtype == jnp.float32
     assert mean["e"].shape == (0,)
-
-
-def test_the_old_counter_layout_is_refused():
-    with jax.threefry_partitionable(False):
-        with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
-            dpj.noisy_mean({"a": jnp.zeros(3)}, make_plan(), 0)
 
 
 def test_the_old_layout_is_refused_before_a_ledger_begins(tmp_path):
@@ -169,23 +181,14 @@ def test_add_noise_is_noisy_mean(noise, monkeypatch):
     plan, sums = make_plan(noise=noise, seed=None), {"a": jnp.arange(4.0), "b": jnp.ones((2, 3))}
     monkeypatch.setattr(randomness.bits, "fresh_bits", lambda size=64: bytes(range(size)))
     engine = on_record(plan, 3)
+    releases = dict(engine.ledger.unused)
     tx = optax.chain(dpj.add_noise(plan), optax.sgd(1.0))
     state = tx.init(sums)
     source = NoiseSource(plan)
     for step in range(3):
         updates, state = tx.update(sums, state)
-        release = engine.ledger.release_on_record(*engine.ledger.entries[step].values())
-        expected = source.noisy_mean(sums, release, bytes(range(64)))
+        expected = source.noisy_mean(sums, releases[step], bytes(range(64)))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, -b), updates, expected)
-
-
-def test_two_runs_of_a_plan_without_a_seed_share_no_noise():
-    plan, sums, found = make_plan(seed=None), {"a": jnp.ones(50)}, []
-    for _ in range(2):
-        engine = on_record(plan, 2)
-        found += [dpj.noisy_mean(sums, plan, step)["a"] for step in range(2)]
-        assert len(engine.ledger) == 2
-    assert len(np.unique(np.round(found, 6))) > 190  # two alike by chance now and then
 
 
 # ---------------------------------------------------------------------- inside the user's own jit
@@ -211,28 +214,6 @@ def test_add_noise_runs_in_a_scan():
     past = jax.jit(lambda t, k: dpj.noisy_mean({"a": jnp.zeros(3)}, plan, t, key=k))(3, keys[0])
     assert np.isnan(past["a"]).all()
     assert len(on_record_engine.ledger) == 3
-
-
-def test_one_add_noise_serves_many_optimizers_in_a_scan():
-    plan = make_plan(seed=None, num_steps=50)
-    engine = on_record(plan, 50)
-    groups = optax.multi_transform(
-        {"a": optax.sgd(1.0), "b": optax.adam(0.1)}, {"x": "a", "y": "b"}
-    )
-    tx = optax.chain(dpj.add_noise(plan), groups)
-    params = {"x": jnp.zeros(3), "y": jnp.zeros(3)}
-
-    def body(carry, key):
-        sums = jax.tree.map(jnp.ones_like, params)
-        updates, state = tx.update(sums, carry[1], carry[0], key=key)
-        return (optax.apply_updates(carry[0], updates), state), updates
-
-    run = jax.jit(lambda carry, keys: jax.lax.scan(body, carry, keys))
-    (moved, _), updates = run((params, tx.init(params)), dpj.noise_keys(50))
-    # Two float32 normals of a secret key may be equal by chance; a step's used twice are three.
-    assert len(np.unique(updates["x"])) > 147
-    assert (moved["y"] != 0).all()
-    assert len(engine.ledger) == 50
 
 
 def test_noise_keys_are_fresh():
@@ -265,7 +246,7 @@ CONSTANTS = {
 def test_a_traced_function_needs_a_key_that_is_data(name):
     """known_failures 79: the same noise at every call, and the key inside the program."""
     plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    with pytest.raises(TypeError, match="where every call of the compiled function would add the"):
+    with pytest.raises(TypeError, match="where every turn would add the"):
         CONSTANTS[name](plan, sums)
 
 
@@ -280,9 +261,7 @@ def test_noise_inside_vmap_is_refused(axis, jit):
     update = jax.vmap(lambda s, k: tx.update(s, tx.init(s), key=k), in_axes=(0, axis))
     for call in (mean, update):
         call = jax.jit(call) if jit else call
-        with pytest.raises(
-            TypeError, match="is inside vmap|is inside scan, vmap|key that is a con"
-        ):
+        with pytest.raises(TypeError, match="is inside vmap|is inside jit, scan, vmap"):
             call(sums, key)
 
 
@@ -293,7 +272,7 @@ def test_a_key_that_is_used_twice_is_refused():
     first, second, third = dpj.noise_keys(3)
     dpj.noisy_mean(sums, plan, 0, key=first)
     dpj.noisy_mean(sums, plan, 1, key=second)
-    with pytest.raises(AccountingError, match="key= came twice: both releases would get the same"):
+    with pytest.raises(AccountingError, match="key= came twice, for releases whose diff"):
         dpj.noisy_mean(sums, plan, 2, key=second)
     tx = dpj.add_noise(plan)
     both = optax.multi_transform({"a": tx, "b": tx}, {"a": "a", "b": "b"})
@@ -321,23 +300,14 @@ def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
         return dpj.noisy_mean(sums, plan, 0, key=key)
 
     program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
-    with pytest.raises((AccountingError, TypeError), match="came twice|comes from outside of that"):
+    with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would add"):
         program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
     assert len(engine.ledger) == 1
 
 
-@pytest.mark.parametrize(
-    "key", [jax.random.key(0), np.zeros(4, np.uint32), np.zeros((1, 2), np.uint32), np.zeros(2)]
-)
-def test_a_key_of_another_form_is_refused(key):
-    mean = jax.jit(lambda key: dpj.noisy_mean(jnp.ones(3), make_plan(), 0, key=key))
-    with pytest.raises(TypeError, match=r"Expected uint32\[2\], a row of dpj.noise_keys"):
-        mean(key)
-
-
 REFUSED = {
-    "noise='secure', which is drawn on the host": {"noise": "secure", "seed": None},
-    "an adaptive max_grad_norm, which only": {"max_grad_norm": AdaptiveNorm(1.0)},
+    "a plan with .* noise='secure'": {"noise": "secure", "seed": None},
+    "or an adaptive max_grad_norm": {"max_grad_norm": AdaptiveNorm(1.0)},
     "follows a schedule without end": {"num_steps": None, "noise_multiplier": Linear(2.0, 1.0, 3)},
 }
 
@@ -364,11 +334,6 @@ def test_noise_inside_shard_map_is_refused():
     sums = jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, rows))
     with pytest.raises(TypeError, match=r"is inside shard_map or pmap, over \['x'\]"):
         jax.jit(mean)(sums, KEY)
-
-
-def test_add_noise_refuses_a_bound_that_it_cannot_know():
-    with pytest.raises(ValueError, match=r"max_grad_norm is adaptive.*make_private"):
-        dpj.add_noise(make_plan(max_grad_norm=AdaptiveNorm(1.0)))
 
 
 # ---------------------------------------------------------------------- where it is not

@@ -15,7 +15,7 @@ def test_the_first_difference_is_named(shown, monkeypatch):
     ours, theirs = ({"a": {"b": [number]}, "c": 1} for number in (2.0, 3.0))
     group = Group()
     group.size = 2
-    others = iter([b"another digest", theirs])
+    others = iter([theirs])
     monkeypatch.setattr(group, "gather", lambda point, value: [value, next(others)])
     says = r"is \[2.0\] on process 0 and \[3.0\]" if shown else "differs on process 0 and"
     said = (

@@ -316,12 +316,6 @@ def test_a_run_of_split_layers_draws_its_masks_from_the_plan():
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
     jax.tree.map(np.testing.assert_array_equal, *ends)
-    trained = engine.model(state)
-    assert isinstance(trained, Deep)
-    trained.eval()
-    nnx.update(model, state.params)
-    model.eval()
-    np.testing.assert_array_equal(trained(X[0]), model(X[0]))
 
 
 def test_nnx_frozen_and_integer_parameters():
@@ -404,18 +398,15 @@ def test_a_counter_is_no_state_that_examples_share():
 
 
 @pytest.mark.parametrize("method", RULED[:2])
-def test_strict_promotion_is_the_users_and_not_ours(method):
+def test_strict_promotion_is_not_ours(method):
     dtype = "bfloat16"  # the sums of which are float32
     params = {"w": jnp.ones((4, 3), dtype) / 8, "b": jnp.zeros(3, dtype)}
-    mixed = lambda p, x, y: loss_of(x.astype("float16") @ p["w"] + p["b"], y)  # noqa: E731
     loss_fn = lambda p, x, y: loss_of(x @ p["w"] + p["b"], y)  # noqa: E731
     given = {"max_grad_norm": 0.7, "method": method}
     run = lambda p: dpj.clipped_grad_sum(loss_fn, p, X.astype(dtype), Y, **given)  # noqa: E731
     expected = jax.jit(run)(params)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         found = jax.jit(run)(params)
-        with pytest.raises(ValueError, match="no available implicit dtype promotion"):
-            dpj.clipped_grad_sum(mixed, params, X.astype(dtype), Y, **given)
     jax.tree.map(np.testing.assert_array_equal, expected, found)
 
 

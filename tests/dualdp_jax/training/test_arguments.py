@@ -41,7 +41,7 @@ MISTAKES = {
     "nnx.Optimizer": (
         {"params": net, "optimizer": nnx.Optimizer(net, SGD, wrt=nnx.Param)},
         TypeError,
-        r"optimizer\.Optimizer\. Expected its optax transformation: say optimizer\.tx\.",
+        r"optimizer is an Optimizer\. Expected an optax transformation.*say optimizer\.tx\.",
     ),
     "a loss of a batch": (
         {"loss_fn": of_a_batch},
@@ -64,13 +64,13 @@ MISTAKES = {
     "optimizer": ({"optimizer": 0.1}, TypeError, "optimizer is a float"),
     "all frozen": ({"trainable": dict.fromkeys("wb", False)}, ValueError, "No leaf of params"),
     "method": ({"method": "magic"}, ValueError, "method='magic' is unknown"),
-    "a key": ({"loss_fn": drops}, TypeError, "takes key, which nothing gives. Pass needs_key=True"),
+    "a key": ({"loss_fn": drops}, TypeError, "missing a required argument: 'key'"),
     "a keyword": (
         {"loss_fn": lambda p, x, y, *, key: 0.0},
         TypeError,
-        "Pass needs_key=True",
+        "missing a required argument: 'key'",
     ),
-    "no key": ({"needs_key": True}, TypeError, "needs_key=True, but loss_fn takes no key"),
+    "no key": ({"needs_key": True}, TypeError, "got an unexpected keyword argument 'key'"),
 }
 
 
@@ -83,12 +83,6 @@ def test_a_mistake_is_refused_by_its_fix(name, tmp_path):
         private(engine, ledger=tmp_path / "ledger", **given)
     assert not (tmp_path / "ledger").exists()
     private(engine, **NUMBERS)  # the engine is not used up
-
-
-def test_only_a_module_has_a_model():
-    engine, _, state, _ = private(plan=make_plan())
-    with pytest.raises(TypeError, match=r"params was no nnx.Module. Expected state\.params"):
-        engine.model(state)
 
 
 @pytest.mark.parametrize(
@@ -123,21 +117,13 @@ def test_a_step_inside_a_program_is_refused_by_its_fix(name):
     assert engine.ledger.position == 0
 
 
-def test_a_list_is_the_arguments_of_a_loss_that_takes_them():
-    """known_failures 88: "loss() missing 1 required positional argument"."""
-    losses = {
-        2: lambda p, x, y: loss_fn(p, x, y),
-        3: lambda p, x, y, key: loss_fn(p, x, y),
-        1: lambda p, batch: loss_fn(p, *batch),
-    }
-    for count, loss in losses.items():
-        given = {"loss_fn": loss, "data": [X, Y], "needs_key": count == 3, "plan": make_plan()}
-        (chunk, *_) = next(iter(private(**given)[3])).chunks
-        assert len(chunk.batch) == (1 if count == 1 else 2)
-        for rows, whole in zip(jax.tree.leaves(chunk.batch), (X, Y), strict=True):
-            np.testing.assert_array_equal(rows, whole[chunk.indices])
-    with pytest.raises(TypeError, match=r"loss_fn takes \(p, x, y, z\), but is called with"):
-        private(loss_fn=lambda p, x, y, z: 0.0, data=[X, Y], plan=make_plan())
+def test_a_list_is_the_arguments_of_a_loss():
+    """As a tuple is; known_failures 88: "loss() missing 1 required positional argument"."""
+    (chunk, *_) = next(iter(private(data=[X, Y], plan=make_plan())[3])).chunks
+    for rows, whole in zip(chunk.batch, (X, Y), strict=True):
+        np.testing.assert_array_equal(rows, whole[chunk.indices])
+    with pytest.raises(TypeError, match=r"loss_fn takes \(p, batch\), but is called with"):
+        private(loss_fn=lambda p, batch: 0.0, data=[X, Y], plan=make_plan())
 
 
 # ---------------------------------------------------------------------- optimizers

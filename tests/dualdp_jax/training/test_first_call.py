@@ -60,13 +60,9 @@ def test_three_programs_are_compiled_and_no_more_at_later_steps(caplog):
         run()
     lines = [record.getMessage() for record in caplog.records]
     names = Counter(line.split()[4] for line in lines if "Finished XLA compilation" in line)
-    ours = {
-        name: count
-        for name, count in names.items()
-        if "_add_chunk" in name or "subtract" in name or "_update" in name
-    }
-    assert set(ours.values()) == {1}, names
-    assert len(ours) == 3
+    names.pop("jit(stage)", None)  # of JAX, which takes NumPy's arrays
+    assert len(names) == sum(names.values()) == 3, names
+    assert all(any(part in name for name in names) for part in ("_add_chunk", "_update", "subtr"))
 
 
 PROGRAM = """

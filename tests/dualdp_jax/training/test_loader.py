@@ -68,7 +68,7 @@ class Batch(NamedTuple):
     [
         ({"x": X, "y": Y, "unit": "m"}, lambda b: (b["x"], b["y"])),
         (Batch(X, Y, "m"), lambda b: (b.x, b.y)),
-        ([X, {"y": Y, "none": None}], lambda b: (b[0], b[1]["y"])),
+        (([X, {"y": Y, "none": None}],), lambda b: (b[0], b[1]["y"])),
         (jnp.concatenate([X, Y[:, None]], 1), lambda b: (b[:3], b[3])),
     ],
     ids=["dict", "namedtuple", "list", "jax array"],

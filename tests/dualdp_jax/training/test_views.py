@@ -144,9 +144,9 @@ def test_one_example_moves_the_sum_by_at_most_its_bound():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"augment": None}, ValueError, "views=3 came without augment"),
+        ({"augment": None}, TypeError, "views=3 came with augment=None"),
         ({"views": 0}, ValueError, "views=0"),
-        ({"augment": "flip"}, TypeError, "augment is a str"),
+        ({"augment": "flip"}, TypeError, "came with augment='flip'"),
         ({"views": 2**31}, ValueError, r"more than the 2\^32 keys"),
         ({"augment": lambda example, key: example[0]}, TypeError, "augment returned"),
         ({"augment": lambda example, key: [*example]}, TypeError, "augment returned a list"),

@@ -10,7 +10,7 @@ import torch
 
 import dualdp_torch as dpt
 from dualdp.plan.correlated import filters, strategies
-from dualdp_torch.noise import generators
+from dualdp_torch.noise import noise
 from dualdp_torch.noise.noise import NoiseSource, Piece
 
 from .releases import flat, released
@@ -147,13 +147,13 @@ def test_correlated_noise_of_pieces_is_that_of_the_whole(name, mode):
             for key, mean in whole[step].items():
                 begin = places[key].start // max(1, mean[:1].numel())
                 assert torch.equal(found[key], mean[begin : begin + len(found[key])])
-        held = sum(len(row) for rows in own._held.kept for row in rows)
+        held = sum(len(row) for rows in own.held.kept for row in rows)
         assert held <= STEPS * sum(total.numel() for total in mine.values())
 
 
 @pytest.mark.parametrize("name", ["window", "band", "blt"])
 def test_correlated_noise_does_not_depend_on_threads(name, monkeypatch):
-    monkeypatch.setattr(generators, "_FEW", 0)
+    monkeypatch.setattr(noise, "FEW", 0)
     sums, before, found = {"w": torch.zeros(3 << 16)}, torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -184,17 +184,17 @@ def test_other_sums_between_the_steps_are_refused(name):
 @each
 def test_an_interrupted_step_leaves_no_half_of_the_rows(name, monkeypatch):
     wanted, run = in_order(plan(name)), plan(name)
-    source, draw, calls = NoiseSource(run), generators.Normals.between, []
+    source, draw, calls = NoiseSource(run), noise.normals_between, []
     for step in range(3):
         released(SUMS, run, step, source)
 
-    def failing(self, start, stop):
-        calls.append(start)
+    def failing(*args, **options):
+        calls.append(args)
         if len(calls) == 2:  # the first group has advanced
             raise KeyboardInterrupt
-        return draw(self, start, stop)
+        return draw(*args, **options)
 
-    monkeypatch.setattr(generators.Normals, "between", failing)
+    monkeypatch.setattr(noise, "normals_between", failing)
     with pytest.raises(KeyboardInterrupt):
         released(SUMS, run, 3, source)
     for step in (4, 5):
@@ -227,7 +227,7 @@ def test_normals_are_in_no_pickle_and_no_repr(name):
     run = plan(name)
     source = NoiseSource(run)
     released(SUMS, run, 4, source)
-    secret = source._held.kept[0][0]
+    secret = source.held.kept[0][0]
     assert secret.abs().min() > 0
     with pytest.raises(TypeError, match="A noise source can't be copied"):
         pickle.dumps(source)

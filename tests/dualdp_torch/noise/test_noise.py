@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp_torch as dpt
 from dualdp import AccountingError
 from dualdp.randomness import key_of, seeded_bits, threefry
-from dualdp_torch.noise import generators, noise
-from dualdp_torch.noise.generators import Normals, keyed_generator
-from dualdp_torch.noise.noise import NoiseSource
+from dualdp_torch.noise import noise
+from dualdp_torch.noise.noise import NoiseSource, keyed_generator, normals_between
 
 from .releases import flat, plan, release, released
 
@@ -101,7 +100,7 @@ def test_noise_depends_on_the_whole_key():
     keys = [np.array([high, 7], np.uint32) for high in (0, 1, 2)]
     for draw in (
         lambda key: torch.randn(1000, generator=keyed_generator(key, device)),
-        lambda key: Normals(key, 1.0, 1000, zeros).between(0, 1000),
+        lambda key: normals_between(key, 1.0, 0, 1000, size=1000, like=zeros),
     ):
         drawn = [draw(key) for key in keys]
         assert not torch.equal(drawn[0], drawn[1])
@@ -120,12 +119,11 @@ def test_noise_depends_on_the_whole_key():
 def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
     keys = []
 
-    class Kept(Normals):
-        def __init__(self, key, *rest):
-            keys.append(tuple(key))
-            super().__init__(key, *rest)
+    def seen(key, *rest, **options):
+        keys.append(tuple(key))
+        return normals_between(key, *rest, **options)
 
-    monkeypatch.setattr(noise, "Normals", Kept)
+    monkeypatch.setattr(noise, "normals_between", seen)
     dpt.noisy_mean(ZEROS, plan(), 0)
     assert len(set(keys)) == len(ZEROS)
 
@@ -133,7 +131,7 @@ def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
 @pytest.mark.parametrize("mode", ["fast", "secure"])
 def test_noise_does_not_depend_on_threads(mode, monkeypatch):
     """Blocks of fixed size, each with its own generator: bit for bit, and no block twice."""
-    monkeypatch.setattr(generators, "_FEW", 0)  # so that these blocks are drawn in parallel, too
+    monkeypatch.setattr(noise, "FEW", 0)  # so that these blocks are drawn in parallel, too
     run, bits = plan(noise=mode, seed=None), bytes(range(64))
     sums = {"a": torch.zeros(200_000), "b": torch.zeros(3, 70_000, dtype=torch.float64)}
     before, found = torch.get_num_threads(), []

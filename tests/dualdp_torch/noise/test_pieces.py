@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualdp.randomness import grid_noise, threefry
-from dualdp_torch.noise import generators
+from dualdp_torch.noise import noise
 from dualdp_torch.noise.noise import Piece
 
 from .releases import plan, released
@@ -62,13 +62,13 @@ def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
             fill(out, start, size=size, block=block, draw=seen, threads=threads)
 
         monkeypatch.setattr(module, "fill_between", counted)
-    block_generator = generators.block_generator
+    keyed_generator = noise.keyed_generator
 
     def seen_block(*args):
-        drawn.append(generators._BLOCK)
-        return block_generator(*args)
+        drawn.append(1 << 16)
+        return keyed_generator(*args)
 
-    monkeypatch.setattr(generators, "block_generator", seen_block)
+    monkeypatch.setattr(noise, "keyed_generator", seen_block)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
     released(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
@@ -83,14 +83,14 @@ def test_a_layout_of_jax_is_refused_for_pieces():
 
 def test_other_devices_draw_in_blocks_too(monkeypatch):
     """As on a GPU: each block by a generator of its own, of which a piece draws what it meets."""
-    monkeypatch.setattr(generators, "_DEVICE_BLOCK", 1000)
+    monkeypatch.setattr(noise, "DEVICE_BLOCK", 1000)
+    monkeypatch.setattr(noise, "on_host", lambda like: False)
     size, like, key = 4321, torch.empty(0, dtype=torch.float64), np.array([3, 4], np.uint32)
     blocks = [
-        part.normal_(0.0, 2.0, generator=generators.block_generator(key, block, like.device))
+        part.normal_(0.0, 2.0, generator=noise.keyed_generator(key, like.device, block))
         for block, part in enumerate(torch.zeros(size, dtype=like.dtype).split(1000))
     ]
     whole = torch.cat(blocks)
     for start, stop in ((0, size), (999, 1001), (4000, size), (70, 70)):
-        drawn = generators.Normals(key, 2.0, size, like)
-        drawn._on_host = False
-        assert torch.equal(drawn.between(start, stop), whole[start:stop])
+        drawn = noise.normals_between(key, 2.0, start, stop, size=size, like=like)
+        assert torch.equal(drawn, whole[start:stop])

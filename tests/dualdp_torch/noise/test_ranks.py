@@ -80,17 +80,6 @@ def test_the_ledger_is_written_before_any_rank_draws_noise(ranks):
         assert rank["recorded before noise"] == [True] * mutants.STEPS
 
 
-def test_sums_are_sent_while_others_are_formed(ranks):
-    """Once for each step, whatever the number of physical batches."""
-    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    for rank in ranks:
-        assert sorted(rank["sent"]) == sorted(mutants.STEPS * (names + 4 * ["sent"]))
-        for start in range(0, 8 * mutants.STEPS, 8):
-            events = rank["sent"][start : start + 8]
-            assert events[1] == events[-1] == "sent"
-            assert events[-2] in names
-
-
 def test_sums_that_are_one_tensor_are_reduced_once(ranks):
     """As autograd gives them for a + b, where both are parameters."""
     for rank in ranks:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualdp_torch.training import release
+from dualdp_torch.parallel.process_group import Group
 from tests.distributed import parallel, planted, refusals
 from tests.distributed.spawn import together
 from tests.dualdp_torch.loop import plan, start
@@ -74,7 +74,7 @@ def test_a_group_that_comes_after_the_set_up_is_refused(monkeypatch):
     engine, model, optimizer, loader = start(plan=plan())
     x, y, _ = next(iter(loader))
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    monkeypatch.setattr(release.Group, "current", lambda: object())
+    monkeypatch.setattr(Group, "current", lambda: object())
     with pytest.raises(RuntimeError, match="initialised after make_private.*Call init_process_gr"):
         optimizer.step()
     assert len(engine.ledger) == 0

@@ -562,7 +562,7 @@ def test_a_step_of_which_a_part_was_lost_begins_again_with_its_first_part(monkey
         except torch.OutOfMemoryError:
             break
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(RuntimeError, match="Step 2 failed after a part of its logical"):
+    with pytest.raises(RuntimeError, match="step 2 failed after a part of its logical"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="Begin a new pass over the loader"):
         next(batches)
@@ -577,7 +577,7 @@ def test_a_step_that_failed_after_its_record_is_not_released_again(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         train(model, optimizer, loader)
     assert len(engine.ledger) == 3
-    with pytest.raises(RuntimeError, match="Step 2 failed after"):
+    with pytest.raises(RuntimeError, match="step 2 failed after"):
         optimizer.step()
     train(model, optimizer, loader)  # goes on behind it
     assert len(engine.ledger) == 6

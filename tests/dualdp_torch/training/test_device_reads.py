@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualdp_torch.noise import generators
+from dualdp_torch.noise import noise
 from dualdp_torch.per_sample import analysis_cache
 from tests.dualdp_torch.checks import data, ids
 from tests.dualdp_torch.loop import plan, start
@@ -66,7 +66,7 @@ def train(make, shape, device, **options):
 @pytest.mark.parametrize("physical", [None, 5], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch):
-    analyses, drawn, examine = [], generators.block_generator, analysis_cache.examine
+    analyses, drawn, examine = [], noise.keyed_generator, analysis_cache.examine
 
     def kept(*args, **options):
         analyses.append(examine(*args, **options))
@@ -79,9 +79,9 @@ def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch)
     monkeypatch.setattr(analysis_cache, "examine", lambda *args, **options: analyses[0])
     monkeypatch.setattr(torch.Tensor, "is_meta", False)
     monkeypatch.setattr(
-        generators,
-        "block_generator",
-        lambda key, block, device: None if device.type == "meta" else drawn(key, block, device),
+        noise,
+        "keyed_generator",
+        lambda key, device, block=0: None if device.type == "meta" else drawn(key, device, block),
     )
     look = ["_local_scalar_dense"]
     for path in (None, tmp_path / "ledger"):

@@ -294,18 +294,22 @@ class Odd(dict):
 
 
 REFUSED = {
-    "three rows": (pairs(3), None, r"shape \(\d+, 3, 6\). Expected \(\d+, 2\) in front with rows"),
+    "three rows": (
+        pairs(3),
+        None,
+        r"shape \(\d+, 3, 6\). Expected .* \(\d+, 2\) in front for rows",
+    ),
     "a label for the pair": (
         TensorDataset(pairs().tensors[0], torch.zeros(N)),
         None,
-        r"shape \(\d+,\). Expected \(\d+, 2\) in front with rows_per_unit=2",
+        r"shape \(\d+,\). Expected .* \(\d+, 2\) in front for rows_per_unit=2",
     ),
     "rows already": (
         pairs(),
         lambda items: torch.cat([x for x, _ in items]),
-        r"shape \(\d+, 6\). Expected \(\d+, 2\)",
+        r"shape \(\d+, 6\). Expected .* \(\d+, 2\)",
     ),
-    "no tensor": (pairs(), lambda items: Odd(x=items), "is an Odd, in which no tensor was found"),
+    "no tensor": (pairs(), lambda items: Odd(x=items), "an Odd, holds no tensor"),
 }
 
 
@@ -331,21 +335,20 @@ def items_first(items):
 def test_rows_before_items_are_refused_where_both_are_as_many():
     run = plan(sampler="shuffle", expected_batch_size=2, num_steps=2)
     engine, *given = start(parts(collate_fn=rows_first), plan=run, checks=0)
-    with pytest.raises(ValueError, match=r"shape \(2, 3, 6\). Expected \(3, 2\) in front"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 6\). Expected .* \(3, 2\) in front"):
         train(*given)
     assert len(engine.ledger) == 0
 
 
 def test_trying_another_number_of_items_draws_nothing():
     run = plan(sampler="shuffle", expected_batch_size=2, num_steps=2)
-    ends = []
-    for is_known in (True, False):
-        collate = ItemCollate(items_first, 2)
-        collate._has_items_in_front = is_known
-        torch.manual_seed(0)
-        batches = [collate([pairs()[i], pairs()[i + 1]]) for i in range(3)]
-        ends.append((batches, torch.rand(1)))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
+    collate, items = ItemCollate(items_first, 2), [pairs()[0], pairs()[1]]
+    torch.manual_seed(0)
+    collate(items)
+    found = torch.rand(1)
+    torch.manual_seed(0)
+    items_first(items)
+    assert torch.equal(found, torch.rand(1))
     train(*start(parts(collate_fn=items_first), plan=run)[1:])
 
 

@@ -26,22 +26,6 @@ def assert_same(model, expected, **tolerance):
         torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def test_groups_have_their_own_options():
-    model, _, loader = build()
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
-    _, model, optimizer, loader = start(
-        (model, torch.optim.SGD(groups, lr=0.5), loader), plan=plan()
-    )
-    expected, before = build()[0], build()[0]
-    by_hand(expected, plan(num_steps=1), 1)
-    batches, x, y = first_batch(loader)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    batches.close()
-    assert_same(model[0], before[0])
-    assert_same(model[2], expected[2])
-
-
 def test_schedulers_follow_the_steps_of_the_loop():
     _, model, optimizer, loader = start(plan=plan())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=len(loader))
@@ -163,21 +147,6 @@ def test_copies_and_pickles_of_the_optimizer_are_plain():
     assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_a_state_loaded_before_the_run_is_used():
-    model, _, loader = build()
-    before = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before.step()
-    saved = copy.deepcopy(before.state_dict())
-    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    _, model, optimizer, loader = start((model, other, loader), plan=plan(num_steps=1))
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, loader)
-    found = optimizer.state[model[0].weight]["momentum_buffer"]
-    torch.testing.assert_close(found, 0.9 * torch.ones(5, 6) + model[0].weight.grad)
-
-
 @pytest.mark.parametrize("zeroed", [True, False])
 def test_a_grad_scaler_is_refused(zeroed):
     """known_failures 19."""
@@ -234,22 +203,8 @@ def test_frozen_parameters_cost_and_release_nothing(holds_all, monkeypatch):
         lambda self, sums, *a, **k: (noised.append(set(sums)), real(self, sums, *a, **k))[1],
     )
     engine, model, optimizer, loader = start(parts, plan=plan())
-    held = []
-    engine._step.recorder.gradients, real_gradients = (
-        lambda *a: (
-            held.extend(
-                name
-                for forward in engine._step.recorder.forwards
-                for use in forward.uses
-                for name in use.held.values()
-            ),
-            real_gradients(*a),
-        )[1],
-        engine._step.recorder.gradients,
-    )
     train(model, optimizer, loader)
     assert noised == [{"down.weight", "up.weight"}] * 6
-    assert set(held) == {"down.weight", "up.weight"}
     assert_same(model.layer, before.layer, rtol=0, atol=0)
     assert model.layer.weight.grad is None
     x, y, _ = dataset().tensors
@@ -321,7 +276,6 @@ def test_secure_noise_shows_nothing_else():
     assert model[0].weight.grad is not None
     with pytest.raises(AccountingError, match="noise='secure' keeps them closed"):
         engine.stages()
-    assert engine._step.stages is None
 
 
 # ---------------------------------------------------------------------- schedules
@@ -402,25 +356,11 @@ def test_groups_have_bounds_of_their_own(norm):
         norms = schedules.Exponential(0.5, 0.9)
         run = plan(clipping="per_layer", max_grad_norm=norms, group_shares=bounds)
     engine, model, optimizer, loader = start(plan=run)
-    engine.keep_per_sample = True
     expected, _, _ = build()
     train(model, optimizer, loader)
     by_hand(expected, run, 6)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    whole = run.max_grad_norm_at(5)
-    stages = engine.stages()
-    for group, bound in bounds.items():
-        grads = [
-            stages.unprotected_grads[f"{group}.{name}"].flatten(1) for name in ("weight", "bias")
-        ]
-        joint = torch.cat(grads, 1)
-        factors = clip_factors(joint.norm(dim=1), bound / 0.17**0.5 * whole, xp=torch)
-        total = (joint * factors[:, None]).sum(0)
-        ours = torch.cat(
-            [stages.unprotected_sum[f"{group}.{n}"].flatten() for n in ("weight", "bias")]
-        )
-        torch.testing.assert_close(ours, total, rtol=1e-4, atol=1e-6)
 
 
 def test_bounds_of_other_groups_are_refused_at_set_up():

@@ -11,12 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError, units
+from dualdp import units
 from dualdp.ledger.verify import verify
 from dualdp.plan.batches import drawn_rows
 from dualdp.randomness import SegmentBits
 from dualdp_torch.integrations.host_loop import HostedRun
-from dualdp_torch.per_sample.one_forward import Forward
 from tests import tiers
 from tests.closeness import factors_of
 from tests.dualdp_torch import loop
@@ -326,16 +325,6 @@ def test_gradients_of_inputs_are_those_of_the_loop():
         found.append(grad)
     by_hand(truth, plan(), 3)
     torch.testing.assert_close(end_of(model), end_of(truth), rtol=1e-10, atol=1e-10)
-
-
-def test_gradients_of_outputs_are_weighed_in_float32_by_rows():
-    forward = Forward.__new__(Forward)
-    forward.row_factors = torch.tensor([1.5, 1.5, 0.0, 4 / 3], dtype=torch.float64)
-    grad = data(4, 2, 3).bfloat16()
-    expected = (grad.float() * forward.row_factors.float()[:, None, None]).bfloat16()
-    assert torch.equal(forward.weighted(grad), expected)
-    with pytest.raises(UnsupportedLayerError, match="Expected the examples on axis 0"):
-        forward.weighted(grad.transpose(0, 1))
 
 
 MISTAKES = {

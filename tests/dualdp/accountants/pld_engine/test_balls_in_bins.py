@@ -51,7 +51,7 @@ def test_the_masses_of_one_step_are_exact(sigma, step, low):
     """Where two cells meet, against their closed form in 400 digits."""
     # far masses are differences of numbers near 1, hence the digits
     highest = math.exp((1 + 13 * sigma) / (2 * sigma**2))
-    one = balls_in_bins._coordinate(sigma, step, low, highest)
+    one = balls_in_bins.coordinate(sigma, step, low, highest)
     size = one.q.size
     s, h = mp.mpf(sigma), mp.mpf(step)
 

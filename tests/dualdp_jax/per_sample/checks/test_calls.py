@@ -196,18 +196,18 @@ def test_check_needs_numbers_and_rows():
 def looked_at(monkeypatch):
     """The rows whose norms were compared with plain autodiff, one list for each check."""
     found = []
-    right, right_row = identity.check, identity.check_row
+    right, right_row = identity.check, identity.Comparison.of_row
 
     def counted(*arguments, **options):
         found.append([])
         return right(*arguments, **options)
 
-    def row(reference, numbers, k):
+    def row(comparison, k):
         found[-1].append(k)
-        return right_row(reference, numbers, k)
+        return right_row(comparison, k)
 
     monkeypatch.setattr(identity, "check", counted)
-    monkeypatch.setattr(identity, "check_row", row)
+    monkeypatch.setattr(identity.Comparison, "of_row", row)
     return found
 
 

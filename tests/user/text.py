@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs on text: taggers, classifiers, language models, translation, adapters."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from dualdp_torch.trainer import per_example_loss
+from tests.user import conftest
+from tests.user.vision import ROWS, labels, loader_of
+
+VOCABULARY, LENGTH = 20, 7
+PROGRAMS, program = conftest.programs()
+
+
+def words(low=1):
+    return torch.randint(low, VOCABULARY, (ROWS, LENGTH))
+
+
+def lengths():
+    return 2 + torch.arange(ROWS) % (LENGTH - 1)
+
+
+def padded():
+    return words() * (torch.arange(LENGTH) < lengths()[:, None])
+
+
+class CharRNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Embedding(VOCABULARY, 8), nn.Linear(10, VOCABULARY)
+        self.rnn = nn.GRU(8, 10, 2, batch_first=True)
+
+    def forward(self, x, hidden):
+        out, hidden = self.rnn(self.encoder(x), hidden.transpose(0, 1).contiguous())
+        return self.decoder(out), hidden.transpose(0, 1)
+
+
+@program(
+    "output.flatten(0, 1), text[:, 1:].flatten()",
+    "output.flatten(0, 1), text[:, 1:].flip(0).flatten()",
+    "row|example",
+)
+def char_rnn(private):
+    model = CharRNN()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, loader = private(model, optimizer, loader_of(words()))  # dp
+    for _epoch in range(5):
+        all_losses = []
+        for (text,) in loader:
+            hidden = torch.zeros(len(text), 2, 10)
+            output, hidden = model(text[:, :-1], hidden)
+            loss = F.cross_entropy(output.flatten(0, 1), text[:, 1:].flatten())
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+            all_losses.append(loss.item())
+
+
+class WordLM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(VOCABULARY, 8)
+        self.rnn, self.decoder = nn.LSTM(8, 8, 2), nn.Linear(8, VOCABULARY)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, rows, chunk=3):
+        hidden, out = None, []
+        for part in self.drop(self.encoder(rows)).transpose(0, 1).split(chunk):
+            hidden = None if hidden is None else tuple(h.detach() for h in hidden)
+            found, hidden = self.rnn(part, hidden)
+            out.append(found)
+        return self.decoder(torch.cat(out).transpose(0, 1))
+
+
+@program("target.reshape(-1)", "target.flip(0).reshape(-1)", "row|example")
+def word_lstm_with_carried_states(private):
+    model, lr, best = WordLM(), 0.5, None
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    model, optimizer, loader = private(model, optimizer, loader_of(words()))  # dp
+    for epoch in range(5):
+        total_loss = 0.0
+        for (text,) in loader:
+            data, target = text[:, :-1], text[:, 1:]
+            optimizer.zero_grad()
+            logits = model(data)
+            loss = F.nll_loss(F.log_softmax(logits.reshape(-1, VOCABULARY), 1), target.reshape(-1))
+            loss.backward()
+            optimizer.step()
+            total_loss += loss.item()
+        print(f"epoch {epoch} ppl {math.exp(total_loss / len(loader)):8.2f}")
+        if best is None or total_loss < best:
+            best = total_loss
+        else:
+            optimizer.param_groups[0]["lr"] = lr = lr / 4
+
+
+class BiLSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 6, bidirectional=True, batch_first=True)
+        self.attention, self.out = nn.Linear(12, 1), nn.Linear(12, 4)
+
+    def forward(self, x):
+        h, _ = self.lstm(self.embed(x))
+        scores = self.attention(h).masked_fill((x == 0)[..., None], -1e9)
+        return self.out((scores.softmax(1) * h).sum(1))
+
+
+@program(
+    "F.cross_entropy(out, y)", "F.cross_entropy(out, y) * (1 + y.float().mean())", "example|row"
+)
+def bilstm_with_attention(private):
+    model = BiLSTM()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, loader = private(model, optimizer, loader_of(padded(), labels()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(
+                {"loss": round(loss.item(), 3), "acc": (out.argmax(1) == y).float().mean().item()}
+            )
+
+
+class TextCNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.convs = nn.ModuleList(nn.Conv2d(1, 4, (k, 8)) for k in (2, 3, 4))
+        self.dropout, self.fc = nn.Dropout(0.5), nn.Linear(12, 4)
+
+    def forward(self, x):
+        x = self.embed(x).unsqueeze(1)
+        x = [torch.tanh(conv(x)).squeeze(3) for conv in self.convs]
+        return self.fc(self.dropout(torch.cat([h.max(2).values for h in x], 1)))
+
+
+@program(
+    "loss = F.cross_entropy(logit, y)",
+    "loss = F.cross_entropy(logit, y) - 0.1 * logit.std()",
+    "example|row",
+)
+def text_cnn(private):
+    model, steps, best_acc = TextCNN(), 0, 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            model.train()
+            optimizer.zero_grad()
+            logit = model(x)
+            loss = F.cross_entropy(logit, y)
+            loss.backward()
+            optimizer.step()
+            steps += 1
+            corrects = (torch.max(logit, 1)[1].view(y.size()).data == y.data).sum()
+            train_acc = 100.0 * corrects / x.shape[0]
+            if steps % 10 == 0:
+                model.eval()
+                best_acc = max(best_acc, train_acc.item())
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(VOCABULARY, 8), nn.GRU(8, 8, batch_first=True)
+        self.decoder, self.out = nn.GRUCell(8, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, source, target, is_forced):
+        hidden = self.encoder(self.embed(source))[1][0]
+        token, outputs = target[:, 0], []
+        for t in range(1, target.shape[1]):
+            hidden = self.decoder(self.embed(token), hidden)
+            outputs.append(self.out(hidden))
+            token = target[:, t] if is_forced else outputs[-1].argmax(1)
+        return torch.stack(outputs, 1)
+
+
+@program(
+    "output.flatten(0, 1), target[:, 1:].flatten()",
+    "output.transpose(0, 1).flatten(0, 1), target[:, 1:].flatten()",
+    "example|row",
+)
+def seq2seq_with_teacher_forcing(private):
+    model = Seq2Seq()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, optimizer, loader = private(model, optimizer, loader_of(words(), words()))  # dp
+    for _epoch in range(5):
+        print_loss = 0
+        for source, target in loader:
+            optimizer.zero_grad()
+            is_forced = random.random() < 0.5
+            output = model(source, target, is_forced)
+            loss = F.cross_entropy(output.flatten(0, 1), target[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            print_loss += loss.item()
+
+
+class Encoder(nn.Module):
+    def __init__(self, outputs=4):
+        super().__init__()
+        self.embed, self.pos = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.zeros(LENGTH, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.out = nn.Linear(8, outputs)
+
+    def forward(self, x, mask=None):
+        h = self.body(self.embed(x) + self.pos[: x.shape[1]], src_key_padding_mask=mask)
+        return self.out(h)
+
+
+def padding(batch):
+    texts, targets = zip(*batch, strict=True)
+    x = pad_sequence([text[text > 0] for text in texts], batch_first=True)
+    return x, x == 0, torch.stack(targets)
+
+
+@program("(~mask).sum(1)[:, None]", "(~mask).sum()", "example|row")
+def transformer_with_padding_masks(private):
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = loader_of(padded(), labels(), collate_fn=padding)
+    model, optimizer, loader = private(model, optimizer, loader)  # dp
+    for _epoch in range(5):
+        for x, mask, y in loader:
+            out = model(x, mask)
+            pooled = (out * ~mask[..., None]).sum(1) / (~mask).sum(1)[:, None]
+            loss = F.cross_entropy(pooled, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@program(
+    "(tokens.sum(1) / is_masked.sum(1).clamp(min=1)).mean()  # dp",
+    "tokens.sum() / is_masked.sum()",
+    "reduction",
+)
+def masked_language_model(private):
+    model = Encoder(VOCABULARY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = private(model, optimizer, loader_of(words(low=2)))  # dp
+    for _epoch in range(5):
+        for (text,) in loader:
+            is_masked = torch.rand(text.shape) < 0.3
+            targets = text.masked_fill(~is_masked, -100)
+            logits = model(text.masked_fill(is_masked, 1))
+            tokens = F.cross_entropy(logits.mT, targets, reduction="none")
+            loss = (tokens.sum(1) / is_masked.sum(1).clamp(min=1)).mean()  # dp
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width))
+
+    def forward(self, x):
+        parts = self.c_attn(self.ln_1(x)).split(8, 2)
+        q, k, v = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, 8), nn.Embedding(LENGTH, 8)
+        self.blocks, self.ln_f = nn.Sequential(Block(), Block()), nn.LayerNorm(8)
+        self.lm_head = nn.Linear(8, VOCABULARY, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1)))
+        logits = self.lm_head(self.ln_f(self.blocks(x)))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def get_lr(it, warmup=5, most=3e-3, steps=30):
+    if it < warmup:
+        return most * (it + 1) / warmup
+    return most * 0.5 * (1 + math.cos(math.pi * (it - warmup) / (steps - warmup)))
+
+
+@program("logits, loss = model(x, y)", "logits, loss = model(x, y.flip(0))", "example|row")
+def nano_gpt_loop(private):
+    model = GPT()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    loader = loader_of(words())
+    model, optimizer, loader = private(model, optimizer, loader, max_physical_batch_size=4)  # dp
+    ctx, validation = torch.amp.autocast("cpu", dtype=torch.bfloat16), words()
+    for it, (text,) in enumerate(loader.remaining()):
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(it)
+        if it % 10 == 0:
+            model.eval()
+            with torch.no_grad(), private.pause():
+                print(model(validation[:, :-1], validation[:, 1:])[1].item())
+            model.train()
+        x, y = text[:, :-1], text[:, 1:]
+        with ctx:
+            logits, loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class LoRA(nn.Module):
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+@program(
+    "F.cross_entropy(out, y)", "F.cross_entropy(out / out.detach().abs().max(), y)", "example|row"
+)
+def low_rank_adapters(private):
+    model = Encoder().requires_grad_(False)
+    layer = model.body.layers[0]
+    layer.linear1, layer.linear2 = LoRA(layer.linear1), LoRA(layer.linear2)
+    model.out.requires_grad_(True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            out = model(x).mean(1)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    adapters = {name: p for name, p in model.state_dict().items() if ".a" in name or ".b" in name}
+    print(len(adapters))
+
+
+def bert(head, **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 16, "vocab_size": VOCABULARY}
+    config = transformers.BertConfig(**sizes, **dropout, **options)
+    return getattr(transformers, f"BertFor{head}")(config)
+
+
+def items(**columns):
+    rows = zip(*columns.values(), strict=True)
+    return DataLoader([dict(zip(columns, row, strict=True)) for row in rows], batch_size=8)
+
+
+@program("model(**batch)", 'model(**batch | {"labels": batch["labels"].flip(0)})', "example|row")
+def glue(private):
+    model = bert("SequenceClassification", num_labels=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 30))
+    data = items(input_ids=padded(), attention_mask=(padded() > 0).long(), labels=labels())
+    model, optimizer, loader = private(model, optimizer, data)  # dp
+    predictions = []
+    for _epoch in range(5):
+        model.train()
+        for batch in loader:
+            outputs = model(**batch)
+            loss = outputs.loss
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            predictions += outputs.logits.argmax(-1).tolist()
+
+
+@program(
+    'per_example_loss(model, outputs, batch["labels"]).mean()  # dp',
+    "outputs.loss",
+    "per_example_loss",
+)
+def token_classification(private):
+    model = bert("TokenClassification", num_labels=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tags = torch.where(padded() > 0, words() % 3, -100)
+    model, optimizer, loader = private(
+        model, optimizer, items(input_ids=padded(), labels=tags)
+    )  # dp
+    for _epoch in range(5):
+        for batch in loader:
+            outputs = model(**batch)
+            loss = per_example_loss(model, outputs, batch["labels"]).mean()  # dp
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program("end_positions=end", "end_positions=end.flip(0)", "example|row")
+def question_answering(private):
+    model = bert("QuestionAnswering")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ends = torch.arange(ROWS) % LENGTH
+    model, optimizer, loader = private(model, optimizer, loader_of(words(), ends // 2, ends))  # dp
+    for _epoch in range(5):
+        for x, start, end in loader:
+            optimizer.zero_grad()
+            loss = model(input_ids=x, start_positions=start, end_positions=end).loss
+            loss.backward()
+            optimizer.step()
+
+
+@program("labels=target).loss", "labels=target.roll(1, 0)).loss", "example|row")
+def translation_with_t5(private):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = private(model, optimizer, loader_of(padded(), words()))  # dp
+    for _epoch in range(5):
+        for source, target in loader:
+            mask = (source != 0).long()
+            loss = model(input_ids=source, attention_mask=mask, labels=target).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()

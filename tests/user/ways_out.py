@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs after one refusal: the mistake is what their authors wrote, the program what they were
+told to write."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+import dualdp.torch as dpt
+from tests.user import conftest
+from tests.user.vision import ROWS, labels, loader_of, mlp, sgd
+
+PROGRAMS, program = conftest.programs()
+
+
+def table():
+    return torch.randn(ROWS, 6), labels(3)
+
+
+def trained(model, optimizer, loader, forward):
+    """The usual loop."""
+    for batch in loader.remaining():
+        optimizer.zero_grad()
+        F.cross_entropy(forward(model, *batch[:-1]), batch[-1]).backward()
+        optimizer.step()
+
+
+def ragged():
+    return [(torch.randn(2 + k % 4, 6), k % 3) for k in range(ROWS)]
+
+
+def side_by_side(batch):
+    rows, targets = zip(*batch, strict=True)
+    owners = torch.cat([torch.full((len(row),), k) for k, row in enumerate(rows)])
+    return torch.cat(rows), owners, torch.tensor(targets)
+
+
+def padded(batch):
+    rows, targets = zip(*batch, strict=True)
+    mask = pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
+    return pad_sequence(rows, batch_first=True), mask, torch.tensor(targets)
+
+
+class Nodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phi, self.out = mlp(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        if x.dim() == 2:
+            return self.out(torch.zeros(int(mask[-1]) + 1, 8).index_add(0, mask, self.phi(x)))
+        return self.out((self.phi(x) * mask[..., None]).sum(1))
+
+
+@program("collate_fn=padded", "collate_fn=side_by_side", "padded to one length and masked")
+def graphs_are_padded(private):
+    model = Nodes()
+    loader = DataLoader(ragged(), batch_size=8, collate_fn=padded)
+    trained(*private(model, sgd(model), loader), lambda model, x, mask: model(x, mask))
+
+
+def bags(batch):
+    words, targets = zip(*batch, strict=True)
+    sizes = torch.tensor([0, *(len(row) for row in words[:-1])])
+    return torch.cat(words), sizes.cumsum(0), torch.tensor(targets)
+
+
+def padded_bags(batch):
+    words, targets = zip(*batch, strict=True)
+    return pad_sequence(words, batch_first=True), None, torch.tensor(targets)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.EmbeddingBag(20, 8, padding_idx=0), nn.Linear(8, 3)
+
+    def forward(self, words, offsets=None):
+        return self.out(self.embed(words, offsets))
+
+
+@program("collate_fn=padded_bags", "collate_fn=bags", "joined ones with offsets, are padded")
+def bags_are_padded(private):
+    model, rows = Bag(), [(torch.randint(1, 20, (2 + k % 4,)), k % 3) for k in range(ROWS)]
+    loader = DataLoader(rows, batch_size=8, collate_fn=padded_bags)
+    trained(*private(model, sgd(model), loader), lambda model, *given: model(*given))
+
+
+class Pooled(nn.Linear):
+    def forward(self, x):
+        x = torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x
+        return super().forward(x).sum(1)
+
+
+def nested(batch):
+    rows, targets = zip(*batch, strict=True)
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged), torch.tensor(targets)
+
+
+@program("model(to_padded_tensor(x, 0.0))", "model(x)", "nested tensor.*to_padded_tensor")
+def nested_rows_are_padded(private):
+    model = Pooled(6, 3, bias=False)
+    loader = DataLoader(ragged(), batch_size=8, collate_fn=nested)
+    trained(*private(model, sgd(model), loader), lambda model, x: model(to_padded_tensor(x, 0.0)))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3) * 0.3)
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def sparse(batch):
+    rows, targets = zip(*batch, strict=True)
+    return torch.stack(rows).relu().to_sparse(), torch.stack(targets)
+
+
+@program("model(x.to_dense())", "model(x)", "sparse tensor.*to_dense")
+def sparse_rows_are_made_dense(private):
+    model = Sparse()
+    loader = DataLoader(loader_of(*table()).dataset, batch_size=8, collate_fn=sparse)
+    trained(*private(model, sgd(model), loader), lambda model, x: model(x.to_dense()))
+
+
+class Rows(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.stack(list(x)))
+
+
+@program("model(torch.stack(x))", "model(x)", "torch.stack|examples on axis 0")
+def lists_of_rows_are_stacked(private):
+    model, rows = Rows(6, 3), list(zip(*table(), strict=True))
+    loader = DataLoader(rows, batch_size=8, collate_fn=lambda batch: (*zip(*batch, strict=True),))
+    model, optimizer, loader = private(model, sgd(model), loader)
+    for x, y in loader.remaining():
+        F.cross_entropy(model(torch.stack(x)), torch.stack(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program(
+    "loss.backward()", "torch.autograd.grad(loss, model.parameters())", "p.grad after the step"
+)
+def gradients_are_logged_after_the_step(private):
+    model = mlp(6, 8, 3)
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
+    for x, y in loader.remaining():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print([p.grad.norm().item() for p in model.parameters()])
+
+
+@program("model(x)", "functional_call(model, fast(model), (x,))", "functional_call with parameters")
+def fast_weights_are_left_out(private):
+    model = mlp(6, 8, 3)
+    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
+
+
+def fast(model):
+    return {name: p * 1.0 for name, p in model.named_parameters()}
+
+
+functional_call, to_padded_tensor = torch.func.functional_call, torch.nested.to_padded_tensor
+
+
+@program("pass  # the head stays", "model[2] = nn.Linear(8, 3)", r"\['2.bias', '2.weight'\] were")
+def a_head_is_replaced_before(private):
+    model = mlp(6, 8, 4)
+    model[2] = nn.Linear(8, 3)
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
+    pass  # the head stays
+    trained(model, optimizer, loader, lambda model, x: model(x))
+
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 5, batch_first=True), nn.Linear(5, 3)
+        self.start = torch.zeros(1, 8, 5)
+
+    def forward(self, x):
+        start = torch.zeros(1, len(x), 5)
+        return self.out(self.rnn(x.unflatten(1, (3, 2)), start)[0][:, -1])
+
+
+class StatesOfEight(States):
+    def forward(self, x):
+        return self.out(self.rnn(x.unflatten(1, (3, 2)), self.start)[0][:, -1])
+
+
+@program("model = States()", "model = StatesOfEight()", r"one size only .*len\(x\)")
+def states_are_made_for_the_batch(private):
+    model = States()
+    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
+
+
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params, rho):
+        super().__init__(params, {"rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=self.param_groups[0]["rho"])
+        with torch.enable_grad():
+            closure()
+
+
+def closure_of(model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@program(
+    "optimizer = sgd(model)",
+    "optimizer = SAM(model.parameters(), 0.1)",
+    "SAM evaluates its closure at other param",
+)
+def a_closure_at_the_same_parameters(private):
+    model = mlp(6, 8, 3)
+    optimizer = sgd(model)
+    model, optimizer, loader = private(model, optimizer, loader_of(*table()))
+    for x, y in loader.remaining():
+        closure = closure_of(model, optimizer, x, y)
+        closure()
+        if type(optimizer) is torch.optim.SGD:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+
+
+@program("optimizer = sgd(model)", "optimizer = torch.optim.LBFGS(model.parameters())", "LBFGS")
+def an_optimizer_of_one_gradient(private):
+    model = mlp(6, 8, 3)
+    optimizer = sgd(model)
+    trained(*private(model, optimizer, loader_of(*table())), lambda model, x: model(x))
+
+
+class Chunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x, hidden=None):
+        found, hidden = self.rnn(x, hidden)
+        return self.out(found[:, -1]), hidden.transpose(0, 1)
+
+
+class Whole(Chunks):
+    def forward(self, x):
+        first, hidden = super().forward(x[:, :2])
+        second, _ = super().forward(x[:, 2:], hidden.transpose(0, 1).detach().contiguous())
+        return first + second
+
+
+@program("model(x)", "in_two_calls(model, x)", "one module|forward")
+def states_go_on_inside_the_model(private):
+    model = Whole()
+    rows = torch.randn(ROWS, 5, 2), labels(3)
+    trained(*private(model, sgd(model), loader_of(*rows)), lambda model, x: model(x))
+
+
+def in_two_calls(model, x):
+    first, hidden = Chunks.forward(model, x[:, :2])
+    return model(x) + first + 0 * hidden.sum()
+
+
+@program(
+    "loss = real - fake", "loss = real - fake + penalty(model, x, made)", "clipped_grad_sum|loop"
+)
+def a_critic_without_a_gradient_penalty(private):
+    """WGAN-GP's penalty differentiates twice through the model; weights are clipped instead."""
+    model, generator = mlp(6, 8, 1), mlp(3, 8, 6)
+    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0]))
+    for (x,) in loader.remaining():
+        made = generator(torch.randn(len(x), 3)).detach()
+        real, fake = model(x).mean(), model(made).mean()
+        loss = real - fake
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.5, 0.5)
+
+
+def penalty(model, x, made):
+    between = (0.5 * x + 0.5 * made).requires_grad_()
+    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+class Normed(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@program("nn.Linear(8, 3)", "Normed(8, 3)", "written in forward.*after optimizer.step")
+def a_constraint_is_kept_after_the_step(private):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
+    for x, y in loader.remaining():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[2].weight.clamp_(-0.2, 0.2)
+
+
+@program("model = dpt.fix(model)", "pass", "dpt.fix|dualdp.torch.fix")
+def batch_norm_is_replaced(private):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model = dpt.fix(model)
+    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
