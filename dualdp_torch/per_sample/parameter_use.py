@@ -231,8 +231,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if is_lazy(p) or p.is_meta:
             where = "not made before the first batch" if is_lazy(p) else "on the meta device"
             raise ValueError(
-                f"Parameter {name!r} has no numbers: it is {where}. Run a batch through the model "
-                "first, or use to_empty(device=) and load its weights."
+                f"Parameter {name!r} has no numbers: it is {where}. Expected a model with its "
+                "weights: run a batch through it first, or use to_empty(device=) and load them."
             )
         if not p.is_leaf:
             raise ValueError(

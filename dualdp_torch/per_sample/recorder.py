@@ -793,8 +793,9 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
                 continue  # rows whose gradient is asked for
             raise UnsupportedLayerError(
                 f"The gradient of an input of the model leads to a parameter of shape "
-                f"{tuple(p.shape)} outside of it, which nobody would clip. Detach the input, or "
-                "put both into one module; a generator's step belongs under engine.pause()."
+                f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
+                "noise. Detach the input, or put both into one module; a generator's step belongs "
+                "under engine.pause()."
             )
 
 
