@@ -204,7 +204,13 @@ class PrivacyEngine:
         loader = self._planned(data, plan, plan_arguments, mesh, users, augment)
         parameters = parameters if mesh is None else mesh.model(parameters)
         state = first_state(parameters, optimizer)
+        num_views = check_views(views, augment)
         if self._loaded is not None:
+            if num_views != (before := self._loaded.saved.get("views", num_views)):
+                raise ValueError(
+                    f"views={num_views}, but the checkpoint's run has views={before}. Expected the "
+                    "views and the augment of its make_private."
+                )
             was = set(self._loaded.saved["trained"] or parameters.names)
             if was != set(parameters.names):
                 raise ValueError(
@@ -225,7 +231,7 @@ class PrivacyEngine:
             keep_batch_dim=bool(keep_batch_dim),
             method=method,
             augment=augment,
-            views=check_views(views, augment),
+            views=num_views,
             data_mesh=mesh,
         )
         check_loss(run, examples_of(data))
@@ -531,10 +537,11 @@ class PrivacyEngine:
 
     @property
     def step_saved(self) -> Mapping[str, Any]:
-        """What a checkpoint says of the step: "checks", names of "trained" leaves."""
+        """What a checkpoint says of the step: "views", "checks", names of "trained" leaves."""
         if self._run is None:
             return {} if self._loaded is None else self._loaded.saved
-        return {"checks": self._rate, "trained": sorted(self._run.parameters.names)}
+        names = sorted(self._run.parameters.names)
+        return {"views": self._run.views, "checks": self._rate, "trained": names}
 
     @property
     def plan(self) -> PrivacyPlan:

@@ -3,6 +3,7 @@
 
 import shutil
 
+import jax
 import optax
 import pytest
 
@@ -17,6 +18,7 @@ from tests.dualdp_jax.checkpointed import (
     arguments,
     assert_same,
     load,
+    loss_fn,
     make_plan,
     params,
     start,
@@ -137,17 +139,28 @@ def test_a_loop_of_your_own_goes_on_where_the_ledger_ends(tmp_path):
     assert [entry["step"] for entry in stale.ledger.entries] == [0, 1, 2, 2]
 
 
+def of_view(params, x, y):
+    return loss_fn(params, x, y, jax.random.key(0))
+
+
+def noisy(example, key):
+    x, y = example
+    return x + jax.random.normal(key, x.shape) / 10, y
+
+
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
+        ({"views": 2, "augment": noisy}, {}, r"views=1, but .* views=2"),
+        ({}, {"views": 2, "augment": noisy}, r"views=2, but .* views=1"),
         ({"trainable": {"w": False, "v": True, "b": True}}, {}, r"The leaves \['w'\] are trained"),
         ({}, {"trainable": {"w": True, "v": True, "b": False}}, r"The leaves \['b'\] are trained"),
     ],
 )
-def test_a_run_goes_on_with_its_trained_leaves(tmp_path, before, after, text):
+def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, before, after, text):
     """An optimizer without a state does not show which leaves it trains."""
     path = tmp_path / "run.ckpt"
-    usual = {"optimizer": optax.sgd(0.1)}
+    usual = {"optimizer": optax.sgd(0.1), "loss_fn": of_view, "needs_key": False}
     engine, step, state, loader = start(**usual, **before)
     state = train(step, state, loader, 2)
     dpj.save_checkpoint(path, state=state, engine=engine)
