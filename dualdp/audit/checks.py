@@ -20,7 +20,7 @@ Taken = NDArray[np.bool_]
 
 FALSE_ALARM = 1e-6
 _P_VALUES = 8  # largest number of p-values in a report, which share the false-alarm rate
-_TOLERANCE = 1e-4  # of a contribution's norm, relative to C: contract.md, 1
+_TOLERANCE = 1e-4  # of a contribution's norm, relative to C: rounding of float32 factors
 _MOST = 1 << 15  # number of coordinates whose noise is kept, equally many of every leaf
 _PATHS = 20_000  # simulated canaries for the reference of the log-likelihood ratio
 _ROUNDING = 1 + 1e-6  # tolerance for the arguments of an accountant

@@ -114,7 +114,7 @@ def clipped_grad_sum(
 
     Guarantees:
         Each example contributes a vector of norm at most C, measured in float64 on what is summed.
-            [test_contributions_are_bounded, test_no_contribution_is_beyond_the_bound]
+            [test_contributions_are_bounded, test_every_contribution_is_bounded]
         A masked example, or one whose norm is not finite, contributes exactly zero.
             [test_broken_and_masked_examples_contribute_zero]
 
