@@ -31,7 +31,8 @@ def poisson(plan: Cost, step: int, words: Words) -> Indices:
     Guarantees:
         Each example joins with probability floor(q 2^53) / 2^53 <= q, independently.
             [test_inclusion_probability]
-        A pure function of (key, step), on every stack and machine.  [test_seeded_batches]
+        A pure function of (plan, step, words), on every stack and machine.
+            [test_seeded_batches]
 
     Source: Mironov et al. 2019, section 2 ("Poisson sampling"); the draw is ours.
     """
