@@ -153,10 +153,10 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
         records, segments = [*records, torn], state.after(torn, plan).segments
     found = Verification(name, (), plan, tuple(records), segments, torn=parsed.torn)
     made, steps = len(found.releases), found.num_steps
-    told = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
+    summary = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
     findings = [
         Finding("chain is unbroken", True, f"{len(parsed.lines)} lines, each chained to the last"),
-        Finding("releases are the plan's", not wrong, wrong or told),
+        Finding("releases are the plan's", not wrong, wrong or summary),
     ]
     for title, check in _CHECKS.items():
         try:
@@ -170,7 +170,7 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
 
 
 def _read(plan: PrivacyPlan, records: list[Record]) -> tuple[State, str]:
-    """State after the lines up to the first that is not the plan's, and what is wrong with that."""
+    """(state at the first line that is not the plan's, what is wrong there); else (the end, "")."""
     state = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
     for record in records[1:]:
         step, farthest = state.segments[-1].stop, max(segment.stop for segment in state.segments)
@@ -291,10 +291,10 @@ def _checks(found: Verification, plan: PrivacyPlan) -> Result:
 
 def _notes(found: Verification, plan: PrivacyPlan) -> Result:
     """What a check could not see, what looked suspicious, what epsilon does not cover."""
-    told = [f"{name}: {value}" for name, value in found.notes if name not in _NUMBERS]
+    parts = [f"{name}: {value}" for name, value in found.notes if name not in _NUMBERS]
     if found.unprotected:
-        told.append(f"epsilon does not cover {', '.join(found.unprotected)}, which were logged")
-    return (None, "; ".join(told)) if told else (True, "none")
+        parts.append(f"epsilon does not cover {', '.join(found.unprotected)}, which were logged")
+    return (None, "; ".join(parts)) if parts else (True, "none")
 
 
 def _seed(found: Verification, plan: PrivacyPlan) -> Result:
@@ -306,7 +306,7 @@ def _seed(found: Verification, plan: PrivacyPlan) -> Result:
     )
 
 
-_NUMBERS = ("unprotected", "checks", "views")  # notes that other findings tell
+_NUMBERS = ("unprotected", "checks", "views")  # notes that `_notes` does not list as they are
 _CHECKS: dict[str, Callable[[Verification, PrivacyPlan], Result]] = {
     "last line is whole": _last_line,
     "record covers the plan": _coverage,
