@@ -95,35 +95,39 @@ class State:
         Raises:
             ValueError: the line does not follow from those before it.
         """
-        number, (*before, last) = self.num_lines + 1, self.segments
-        changes: dict[str, Any]
+        number = self.num_lines + 1
         try:
-            if "r" in record:
-                step, *values = record["r"]
-                if step != last.stop:
-                    raise ValueError(f"step {step} came where {last.stop} was expected")
-                changes = {"segments": (*before, Segment(last.start, step + 1, last.noise_scale))}
-                adaptive = plan.max_grad_norm
-                if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
-                    changes["bound"] = adaptive.following(values[2], values[3])
-            elif "segment" in record:
-                start, scale = int(record["segment"]), float(record["noise_scale"])
-                bound = float(record.get("max_grad_norm", self.bound))
-                changes = {"segments": (*self.segments, Segment(start, start, scale))}
-                changes["bound"] = bound
-            elif "failed" in record:
-                failed = {"step": int(record["check"]), **record["failed"]}
-                changes = {"failed_check": failed}
-            elif "check" in record:
-                changes = {"last_check": int(record["check"])}
-            else:
-                changes = {"notes": (*self.notes, dict(record["note"]))}
+            changes = self._changes(record, plan)
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
             ) from error
         return replace(self, num_lines=number, **changes)
+
+    def _changes(self, record: Record, plan: PrivacyPlan) -> dict[str, Any]:
+        """Fields of the state that a line changes, with their new values."""
+        if "r" in record:
+            step, *values = record["r"]
+            *before, last = self.segments
+            if step != last.stop:
+                raise ValueError(f"step {step} came where {last.stop} was expected")
+            released = Segment(last.start, step + 1, last.noise_scale)
+            changes: dict[str, Any] = {"segments": (*before, released)}
+            adaptive = plan.max_grad_norm
+            # A torn release has no noisy fraction: the bound of the next step then stays as it was.
+            if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
+                changes["bound"] = adaptive.following(values[2], values[3])
+            return changes
+        if "segment" in record:
+            start, scale = int(record["segment"]), float(record["noise_scale"])
+            bound = float(record.get("max_grad_norm", self.bound))
+            return {"segments": (*self.segments, Segment(start, start, scale)), "bound": bound}
+        if "failed" in record:
+            return {"failed_check": {"step": int(record["check"]), **record["failed"]}}
+        if "check" in record:
+            return {"last_check": int(record["check"])}
+        return {"notes": (*self.notes, dict(record["note"]))}
 
     def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
         """Return the line of the next release, by the plan."""
