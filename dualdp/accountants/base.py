@@ -283,5 +283,5 @@ def register(name: str, cls: type[Accountant]) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Names that `create` accepts, sorted."""
+    """Return the names that `create` accepts, sorted."""
     return tuple(sorted(TABLE))

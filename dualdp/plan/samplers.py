@@ -100,7 +100,10 @@ def fixed_order(plan: Cost, step: int, words: Words) -> Indices:
 
 
 def _split(words: NDArray[np.uint64], batches: int, position: int) -> Indices:
-    """Batch of a pass over the permutation that words give."""
+    """Batch at a position of a pass over the permutation that sorts the words.
+
+    Sizes differ by at most 1: of ceil(n / B) batches none has more than ceil(B) examples.
+    """
     return np.sort(np.array_split(np.argsort(words, kind="stable"), batches)[position])
 
 
