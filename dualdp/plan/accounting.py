@@ -470,7 +470,7 @@ def _scale_within(
 
 
 def epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
-    """Return an upper bound on epsilon of everything that the segments released."""
+    """Return an upper bound on epsilon of all that the segments released, at the plan's delta."""
     return spent_by(cost, segments).get_epsilon(delta=cost.delta)
 
 

@@ -247,6 +247,9 @@ class PrivacyPlan(Cost):
     def epsilon(self, step: int | None = None) -> float:
         """Return an upper bound on epsilon after `step` releases, at the plan's delta.
 
+        It is that of one segment, a run that was never resumed; `Ledger.get_epsilon` is that of the
+        releases on record.
+
         Args:
             step: number of releases; None for the whole plan.
 
