@@ -191,7 +191,7 @@ def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
 
 
 def digest(arrays: Arrays) -> str:
-    """SHA-256 of every array with its name, dtype and shape."""
+    """Return the SHA-256 of every array with its name, dtype and shape."""
     state = hashlib.sha256()
     for name in sorted(arrays):
         array = np.asarray(arrays[name], order="C")

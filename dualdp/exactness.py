@@ -62,8 +62,8 @@ class ExactnessError(RuntimeError):
         self.unprotected_details = dict(unprotected_details or {})
 
     def __reduce__(self) -> Any:
-        kept: Any = {"parameters": self.parameters, "relative_error": self.relative_error}
-        return functools.partial(ExactnessError, **kept), (str(self),)  # no private number
+        public: Any = {"parameters": self.parameters, "relative_error": self.relative_error}
+        return functools.partial(ExactnessError, **public), (str(self),)
 
 
 @dataclass(frozen=True)

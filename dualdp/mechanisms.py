@@ -52,7 +52,7 @@ class Mechanism:
 
     @property
     def releases(self) -> int:
-        """Number of releases in one unit of composition, 1 by default."""
+        """Number of releases that are accounted together as this event, 1 by default."""
         return 1
 
     def __post_init__(self) -> None:

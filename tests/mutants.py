@@ -83,8 +83,8 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "dualdp/plan/accounting.py",  # a pass that is resumed in its middle is one more pass
-        "first = min(-segment.start % length, segment.stop - segment.start)",
-        "first = 0",
+        "rest = min(-start % (cost.separation * cost.kept_epochs), stop - start)",
+        "rest = 0",
     ),
     ("dualdp/plan/samplers.py", "order[: plan.max_batch_size]", "order[: plan.max_batch_size + 1]"),
     ("dualdp/ledger/chain.py", 'f"{previous}\\n{body}"', 'f"{body}"'),

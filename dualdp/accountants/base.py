@@ -21,7 +21,7 @@ class Accountant:
     Args:
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`; `replace` doubles the
             sensitivity.
-        group_size: number of examples of one user.
+        group_size: number of examples that are protected together, such as those of one user.
     """
 
     name: ClassVar[str] = ""
@@ -115,8 +115,9 @@ class Accountant:
         for event, _ in other.history:
             self._check(event)
         for event, count in other.history:
-            base = units(event, self._counts.get(event, 0)) * event.releases
-            self._counts[event] = base + count
+            # Our unfinished epoch is rounded up: the other's steps are of another assignment.
+            whole = num_epochs(event, self._counts.get(event, 0)) * event.releases
+            self._counts[event] = whole + count
 
     def get_epsilon(self, *, delta: float) -> float:
         """Return an upper bound on epsilon at `delta`."""
@@ -195,13 +196,16 @@ class Accountant:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
 
-def units(event: Mechanism, count: int) -> int:
-    """Return the number of events in `count` releases; an unfinished epoch counts as one."""
+def num_epochs(event: Mechanism, count: int) -> int:
+    """Return how often `count` releases compose the event; an unfinished epoch counts whole.
+
+    Most events are one release. `releases` of the others are the steps of an epoch.
+    """
     return -(-count // event.releases)
 
 
 def as_gaussian(event: Mechanism, *, unsampled: bool = False) -> float | None:
-    """Return the noise multiplier if one unit of the event is a plain Gaussian, else None.
+    """Return the noise multiplier if the whole event is one plain Gaussian, else None.
 
     A shuffled pass uses every example once, in one batch: given the batches, it is one Gaussian
     release (parallel composition). A single bin is a full batch; an assignment kept for E epochs
@@ -279,5 +283,5 @@ def register(name: str, cls: type[Accountant]) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Names that `create` accepts, sorted."""
+    """Return the names that `create` accepts, sorted."""
     return tuple(sorted(TABLE))

@@ -15,7 +15,7 @@ from scipy.special import betainc
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.accountants import closed_forms
-from dualdp.accountants.base import Accountant, as_gaussian, units
+from dualdp.accountants.base import Accountant, as_gaussian, num_epochs
 from dualdp.accountants.pld_engine import balls_in_bins, pairs
 from dualdp.accountants.pld_engine.composition import (
     RTOL,
@@ -31,7 +31,7 @@ from dualdp.mechanisms import Mechanism
 MIN_DELTA = 1e-150
 MAX_DISCRETE = 1e4  # largest noise multiplier of a discrete Gaussian: 800,000 outcomes
 _LARGE = 2e3  # above this epsilon (inf if the lattice fails) the Renyi bound may be smaller
-_MANY = 64  # distinct mechanisms, above which the sums of earlier questions are kept
+_MANY = 64  # distinct mechanisms, above which sums over them are reused by later calls
 _MAX_NOISE, _MIN_RATE = 1e100, 1e-47
 
 _POISSON = (mechanisms.PoissonSubsampledGaussian, mechanisms.TruncatedPoissonSubsampledGaussian)
@@ -45,8 +45,8 @@ class PLDAccountant(Accountant):
     """Accountant with a certified upper bound, about 1 % above the truth.
 
     Full-batch Gaussians and a single subsampled step have closed forms; everything else is composed
-    on a lattice, in both directions of the relation. A history of many different mechanisms that
-    grows keeps the sums over those it had at the last question.
+    on a lattice, in both directions of the relation. Of a history with many different mechanisms
+    the sums are reused when it has grown.
 
     Args:
         neighboring_relation: `add_or_remove`, `zero_out` (same dominating pairs: the example's
@@ -62,7 +62,7 @@ class PLDAccountant(Accountant):
 
     @cached_property
     def _memos(self) -> list[PrefixMemo]:
-        """One a direction, of a long history."""
+        """Sums over the first events of a long history, one memo for each of `_directions`."""
         return [PrefixMemo() for _ in range(4)]
 
     def _epsilon(self, delta: float, rtol: float) -> float:
@@ -70,7 +70,7 @@ class PLDAccountant(Accountant):
 
         Each bound grows with every step and every worse setting, hence so does the smallest.
         """
-        events = self._units()
+        events = self._composed()
         if not events or delta == 1:
             return 0.0
         if any(_reveals(event) for event, _ in events):
@@ -100,7 +100,7 @@ class PLDAccountant(Accountant):
     def get_delta(self, *, epsilon: float) -> float:
         """Return a certified upper bound on delta at `epsilon`."""
         target = _validate.non_negative("epsilon", epsilon)
-        events = self._units()
+        events = self._composed()
         if any(_reveals(event) for event, _ in events):
             return 1.0
         if not events or target >= _pure_epsilon(events, self._sensitivity()):
@@ -118,12 +118,12 @@ class PLDAccountant(Accountant):
         renyi = self._renyi()  # smaller far below 1e-100
         return best if renyi is None else min(best, renyi.get_delta(epsilon=target))
 
-    def _units(self) -> Events:
-        """(event, units) of the events that release anything."""
+    def _composed(self) -> Events:
+        """Events that release anything, each with how often it is composed."""
         return [
             (event, number)
             for event, count in self._counts.items()
-            if (number := units(event, count)) and getattr(event, "sample_rate", 1.0) > 0
+            if (number := num_epochs(event, count)) and getattr(event, "sample_rate", 1.0) > 0
         ]
 
     def _closed_form(self, events: Events) -> Callable[[float], float] | None:
@@ -156,20 +156,23 @@ class PLDAccountant(Accountant):
         return None
 
     def _directions(self, events: Events, delta: float) -> list[Direction]:
-        """The composed pairs (P, Q), of which the worst decides."""
+        """Composed pairs (P, Q) and (Q, P), under `replace` also the exact one: the worst decides.
+
+        `tail` is rounded down to a power of ten, so that it seldom changes as a history grows.
+        """
         tail = 1e-4 * delta / sum(number for _, number in events)
         tail = 10.0 ** math.floor(math.log10(tail))
         families = self._families(events, tail)
-        views = [(families, False), (families, True)]
+        sides = [(families, False), (families, True)]  # (families, is (Q, P))
         if self._relation == "replace":
-            views.append((self._families(events, tail, exact=True), False))
+            sides.append((self._families(events, tail, exact=True), False))
             if any(isinstance(event, mechanisms.MassTable) for event, _ in events):
-                views.append((views[-1][0], True))  # a table need not be its own reverse
+                sides.append((sides[-1][0], True))  # a table need not be its own reverse
         truncation = _truncation(events, self._group_size)
-        memos = self._memos if len(events) > _MANY else [PrefixMemo() for _ in views]
+        memos = self._memos if len(events) > _MANY else [PrefixMemo() for _ in sides]
         return [
-            Direction([pairs.Term(*family, flipped) for family in view], truncation, memo)
-            for (view, flipped), memo in zip(views, memos, strict=False)
+            Direction([pairs.Term(*family, flipped) for family in side], truncation, memo)
+            for (side, flipped), memo in zip(sides, memos, strict=False)
         ]
 
     def _families(self, events: Events, tail: float, *, exact: bool = False) -> list[Family]:
@@ -287,20 +290,20 @@ def _pure_epsilon(events: Events, factor: float) -> float:
 
 
 def _truncation(events: Events, group: int) -> float:
-    """Return tau in the term (1 + e^epsilon) tau of delta, by which Poisson batches are truncated.
+    """Return T tau, for the (1 + e^epsilon) T tau that truncated Poisson batches add to delta.
 
-    Truncation changes each output distribution by at most tau = P(Binomial(n + k, q) > max) in
-    total variation, on both data sets: delta_cut(e) <= delta(e) + (1 + e^e) T tau. The n + k covers
-    the neighboring data set with k more examples.
+    Truncation changes the output of each of T steps by at most tau = P(Binomial(n + k, q) > max) in
+    total variation, on both data sets. The n + k covers the neighboring data set with k more
+    examples.
 
-    Source: Chua et al. 2024 (arXiv 2411.04205), Theorem 3.3 in the same spirit.
+    Source: after Chua et al. 2024 (arXiv 2411.04205), Theorem 3.3; docs/accounting.md, 2.5.
     """
     total = 0.0
     for event, number in events:
         if isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian):
             most = event.num_examples + group
             if event.max_batch_size < most:
-                # betainc counts in floats, and bdtrc in 32 bits
+                # The binomial tail by betainc: scipy's bdtrc takes 32-bit counts only.
                 least = event.max_batch_size + 1
                 tau = float(betainc(least, most - event.max_batch_size, event.sample_rate))
                 total += number * tau * (1 + 1e-6)

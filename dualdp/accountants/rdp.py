@@ -18,7 +18,7 @@ from scipy.special import gammaln
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants.base import Accountant, as_gaussian, units
+from dualdp.accountants.base import Accountant, as_gaussian, num_epochs
 from dualdp.accountants.closed_forms import log_mixture
 from dualdp.mechanisms import Mechanism
 
@@ -93,7 +93,7 @@ class RDPAccountant(Accountant):
     def rdp(self) -> Array:
         """Return the (orders,) Renyi divergences of the whole history."""
         self._fill_cache()
-        counts = [(event, units(event, count)) for event, count in self._counts.items()]
+        counts = [(event, num_epochs(event, count)) for event, count in self._counts.items()]
         return sum((n * self._cache[event] for event, n in counts if n), np.zeros_like(ORDERS))
 
     def _epsilon(self, delta: float, rtol: float) -> float:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Root finding: one search serves all inverses, and returns an end that was evaluated and is safe.
 
-A quantity is within its target where its `height` is at most 0. `first` brackets the place where
-the height changes its sign, and `last_within` narrows the bracket.
+A quantity is within its target where its `height` is at most 0. `bracket` finds two values between
+which the height changes its sign, and `last_within` narrows the bracket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _FEW = 25  # chords, before bisections
 
 
 def height_above(spent: Callable[[float], float], epsilon: float) -> Height:
-    """Return log(spent(value) / epsilon), within +-50 for the chord; each value is spent once."""
+    """Return the height log(spent(value) / epsilon), limited to +-50 so that chords are finite.
+
+    `spent` is slow, so it is evaluated once for each value.
+    """
 
     @functools.cache
     def height(value: float) -> float:
@@ -36,13 +39,23 @@ def height_above(spent: Callable[[float], float], epsilon: float) -> Height:
     return height
 
 
-def first(
+def bracket(
     holds: Callable[[float], bool], before: float, value: float, factor: float, end: float
 ) -> tuple[float, float]:
-    """Return the value of `value`, `value * factor`, ... at which `holds`, after the one before it.
+    """Return the first of `value`, `value * factor`, ... that `holds`, and the one before it.
 
-    The second one is beyond `end` if it holds nowhere.
+    Args:
+        holds: function of a value, True past the place that is searched.
+        before: returned first if `value` itself holds; it does not hold there.
+        value: first value to be tried.
+        factor: float > 1 for growing values, < 1 for falling ones.
+        end: last value to be tried.
+
+    Returns:
+        `(before, value)`: the last value that does not hold, and the first that does, which is
+        beyond `end` if none does.
     """
+    # (value - end) * (factor - 1) <= 0 while the end is not passed, in either direction.
     while (value - end) * (factor - 1) <= 0 and not holds(value):
         before, value = value, value * factor
     return before, value
@@ -73,6 +86,8 @@ def last_within(
         if whole:
             middle = min(max(round(middle), low + 1), high - 1)
         at_middle = height(middle)
+        # Illinois: an end that stays twice in a row has its height halved, or the chord would creep
+        # towards the root from one side.
         if at_middle <= 0:
             good, at_good = middle, at_middle
             at_bad = at_bad / 2 if side == 1 else at_bad
@@ -92,7 +107,7 @@ def smallest_epsilon(log_delta: Callable[[float], float], target: float) -> floa
 
     if height(0.0) <= 0:
         return 0.0
-    bad, good = first(lambda epsilon: height(epsilon) <= 0, 0.0, 1.0, 2.0, 1e300)
+    bad, good = bracket(lambda epsilon: height(epsilon) <= 0, 0.0, 1.0, 2.0, 1e300)
     return last_within(good, bad, height, width=_EXACT) if good <= 1e300 else math.inf
 
 
@@ -134,11 +149,11 @@ def smallest_scale(spent: Callable[[float], float], epsilon: float, delta: float
     if height(0.0) <= 0:  # nothing is released
         return 0.0
     if height(1.0) > 0:
-        bad, good = first(lambda noise: height(noise) <= 0, 1.0, 2.0, 2.0, 1e9)
+        bad, good = bracket(lambda noise: height(noise) <= 0, 1.0, 2.0, 2.0, 1e9)
         if good > 1e9:
             raise unreachable(epsilon, delta, "no noise multiplier up to 1e9")
     else:
-        good, bad = first(lambda noise: height(noise) > 0, 1.0, 0.5, 0.5, 1e-9)
+        good, bad = bracket(lambda noise: height(noise) > 0, 1.0, 0.5, 0.5, 1e-9)
         if bad < 1e-9:
             return good
     return last_within(good, bad, height)

@@ -12,8 +12,8 @@ from typing import Any, Unpack
 from dualdp import accountants
 from dualdp.accountants.base import Accountant
 from dualdp.accountants.search import (
+    bracket,
     check_target,
-    first,
     height_above,
     last_within,
     smallest_scale,
@@ -39,7 +39,7 @@ class Setting(Sampling, total=False):
 def _account(
     noise_multiplier: float, sample_rate: float, num_steps: int, setting: Setting
 ) -> Accountant:
-    """Return an accountant with equal steps."""
+    """Return an accountant with equal steps; raise on an argument that `Setting` lacks."""
     if unknown := sorted(set(setting) - set(Setting.__annotations__)):
         raise TypeError(
             f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
@@ -133,7 +133,7 @@ def get_num_steps(
         return account.get_epsilon(delta=delta)
 
     height = height_above(spent, epsilon)
-    good, bad = first(lambda count: height(count) > 0, 0.0, 1.0, 4.0, 1e9)
+    good, bad = bracket(lambda count: height(count) > 0, 0.0, 1.0, 4.0, 1e9)
     if bad > 1e9:
         raise unreachable(epsilon, delta, "not even a billion steps")
     return int(last_within(good, bad, height, whole=True))
@@ -163,7 +163,7 @@ def get_sample_rate(
     height = height_above(spent, epsilon)
     if height(1.0) <= 0:
         return 1.0
-    bad, good = first(lambda period: height(period) <= 0, 1.0, 2.0, 4.0, 1e9)
+    bad, good = bracket(lambda period: height(period) <= 0, 1.0, 2.0, 4.0, 1e9)
     if good > 1e9:
         raise unreachable(epsilon, delta, "no sampling rate above 1e-9")
     whole = setting.get("sampler") in ("balls_in_bins", "shuffle")

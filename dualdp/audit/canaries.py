@@ -17,7 +17,7 @@ from scipy.special import ndtr, ndtri
 
 from dualdp import _validate, accountants
 from dualdp.accountants.closed_forms import gaussian_epsilon
-from dualdp.accountants.search import first, last_within
+from dualdp.accountants.search import bracket, last_within
 from dualdp.audit.protocol import PrivateStep
 from dualdp.audit.statistics import log_likelihood_ratio, smallest
 
@@ -149,9 +149,10 @@ def guesses_at(scores: Array, included: NDArray[np.bool_], half: int) -> Guesses
 def p_value(guesses: Guesses, inverse: Inverse) -> float:
     """Return P(at least this many correct guesses) for a claimed trade-off function f.
 
-    If v or more are correct with probability t, a chain of inequalities from v down to 0 gives a
-    lower bound on the total probability; the p-value is the largest t that keeps it <= 1. `inverse`
-    is the function y -> least x with 1 - f(x) >= y.
+    Let v of the guesses be correct. If v or more are correct with probability t, a chain of
+    inequalities from v down to 0 gives a lower bound on the total probability, which is at most 1:
+    the p-value is the largest t that allows it. `inverse` is the function y -> least x with
+    1 - f(x) >= y.
 
     Source: Mahloujifar et al. 2024, theorem 3.2 and its algorithm, for fair coins.
     """
@@ -167,8 +168,8 @@ def p_value(guesses: Guesses, inverse: Inverse) -> float:
 
 
 def _total_probability(guesses: Guesses, t: float, inverse: Inverse) -> float:
-    """Lower bound on the probability of all outcomes if v or more have probability t."""
-    m, r, v = guesses
+    """Lower bound on the probability of all outcomes, if that of v or more correct ones is t."""
+    m, r, v = guesses  # canaries, guesses, correct ones, as in the paper
     right, wrong = t * v / m, t * (r - v) / m  # sums of i p_i / m and (r - i) p_i / m over i >= v
     for i in range(v - 1, -1, -1):
         needed = max(wrong, inverse(right))
@@ -196,10 +197,10 @@ def curve_inverse(epsilons: Array, deltas: Array) -> Inverse:
 
 
 def largest_refuted(guesses: Guesses, level: float) -> float:
-    """Return the largest mu of a Gaussian mechanism that is refuted at a level, 0 for none."""
+    """Return the largest mu at which a mu-GDP mechanism is refuted at a level, 0 for none."""
 
     def height(mu: float) -> float:
         return p_value(guesses, gaussian_inverse(mu)) - level * (1 - 1e-9)
 
-    refuted, not_refuted = first(lambda mu: height(mu) > 0, 0.0, 1e-3, 2.0, _LARGEST)
+    refuted, not_refuted = bracket(lambda mu: height(mu) > 0, 0.0, 1e-3, 2.0, _LARGEST)
     return last_within(refuted, not_refuted, height, width=1e-3) if refuted else 0.0

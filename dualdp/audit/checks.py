@@ -20,7 +20,7 @@ Taken = NDArray[np.bool_]
 
 FALSE_ALARM = 1e-6
 _P_VALUES = 8  # largest number of p-values in a report, which share the false-alarm rate
-_TOLERANCE = 1e-4  # of a contribution's norm, relative to C: contract.md, 1
+_TOLERANCE = 1e-4  # of a contribution's norm, relative to C: rounding of float32 factors
 _MOST = 1 << 15  # number of coordinates whose noise is kept, equally many of every leaf
 _PATHS = 20_000  # simulated canaries for the reference of the log-likelihood ratio
 _ROUNDING = 1 + 1e-6  # tolerance for the arguments of an accountant
@@ -145,7 +145,7 @@ def _norm(vector: Array) -> float:
 
 @dataclass(frozen=True)
 class Seen:
-    """Releases of a run."""
+    """Releases of a run, with correlated noise made independent by a multiplication with C."""
 
     inside: Array  # (steps, examples) coordinates of the canaries with an example, in units of C
     noise: Array  # (steps, numbers) coordinates with noise only, divided by the claimed stddev
@@ -156,9 +156,10 @@ class Seen:
 
 
 def observe(step: PrivateStep, setting: Setting, num_steps: int, rate: float) -> Seen:
-    """Run the implementation with an example for each of the second half of the canaries.
+    """Run the implementation with examples for the second half of the canaries.
 
-    Correlated noise is made independent: the releases are multiplied by C.
+    The first half, which no example moves, has noise only. With correlated noise C^-1 z, releases
+    are multiplied by C, which leaves independent z.
     """
     n, claims = setting.num_examples, step.claims
     inside, noise, batches = [], [], []
@@ -212,7 +213,10 @@ def check_run(step: PrivateStep, setting: Setting) -> Iterator[Check]:
 def _account(
     step: PrivateStep, seen: Seen, num_steps: int, rate: float, suffix: str
 ) -> Iterator[Check]:
-    """Checks of one release and one event per step, with parameters no better than those run."""
+    """Checks of one release and one event per step, none of which understates its cost.
+
+    An event may have less noise or a larger sample rate than the step had, but not the reverse.
+    """
     events, claims = list(step.events()), step.claims
     missing = abs(len(seen.inside) - num_steps)
     yield at_most(f"every step releases{suffix}", missing, 0, "steps without release")

@@ -79,10 +79,10 @@ class Claims:
         return np.asarray(toeplitz(column, np.zeros(num_steps)))
 
     def noise_scale(self, num_steps: int, sample_rate: float) -> float:
-        """Return how many times larger than `noise_stddev` the z of a step must be.
+        """Return the standard deviation of z divided by `noise_stddev`: the sensitivity of C.
 
-        For fixed batches the norm of C u, u the steps of the unit that is seen most; else the
-        largest column norm of C.
+        In a fixed order it is the largest norm of the sum of the columns that one example joins;
+        else it is the largest column norm of C.
         """
         columns = self.strategy(num_steps)
         if self.sampler == "fixed_order":
@@ -106,7 +106,7 @@ class Release(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Arguments given to an accountant for one release."""
+    """Arguments given to an accountant for one release; see `Accountant.step`."""
 
     noise_multiplier: float
     sample_rate: float

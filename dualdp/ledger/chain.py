@@ -134,9 +134,10 @@ class Chain:
         self.path: str | None = None
         self._file = -1
         self._close: weakref.finalize[..., Chain] | None = None
-        # Number of lines and length of the file. What lies beyond is an append that did not end.
+        # Number of lines, and length of the file in bytes, that count. What lies beyond them is an
+        # append that did not end: an interrupt may come between any two lines of `append`.
         self._committed = len(self._lines), 0
-        self._is_writing = False
+        self._may_have_tail = False  # the file may have bytes beyond, of a torn or failed line
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> tuple[Self, Parsed]:
@@ -156,15 +157,15 @@ class Chain:
             raise
         chain = cls(parsed.lines)
         chain._own(file, name, data.rfind(b"\n") + 1)
-        chain._is_writing = bool(parsed.torn)
+        chain._may_have_tail = bool(parsed.torn)
         return chain, parsed
 
     def _own(self, file: int, path: str, end: int) -> None:
         """Append to this file from now on.
 
-        An flock belongs to the open file and not to the process, so that a fork would hold it as
-        well; its copy of the descriptor is closed. (A POSIX lock would be lost as soon as this
-        process read the file and closed it.)
+        An flock belongs to the open file and not to the process, so a fork would hold it too: the
+        fork's copy of the descriptor is closed. A POSIX lock would be lost as soon as this process
+        opened the file a second time, to read it, and closed that.
         """
         self._file, self.path = file, os.path.abspath(path)
         self._close = weakref.finalize(self, os.close, file)
@@ -194,20 +195,21 @@ class Chain:
         line, (count, end) = chained(self.last_hash, body), self._committed
         data = f"{line}\n".encode()
         del self._lines[count:]
-        is_torn, self._is_writing = self._is_writing, True
+        had_tail, self._may_have_tail = self._may_have_tail, True
         try:
             if self.path is not None:
                 with _validate.file_errors("written", self.path, _ROOM):
                     _write(self._file, data, end)
-                    if is_torn:  # what is left of a longer line
+                    if had_tail:  # which may be longer than the new line
                         os.ftruncate(self._file, end + len(data))
             self._lines.append(line)
             self._committed = count + 1, end + len(data)
         except BaseException:  # a full disk, or an interrupt at any of these lines
-            if self.path is not None and not is_torn:  # a torn line stays until it is counted
+            # A torn line found on opening may be a release: it stays until a line counts it.
+            if self.path is not None and not had_tail:
                 os.ftruncate(self._file, self._committed[1])
             raise
-        self._is_writing = False
+        self._may_have_tail = False
 
     def _require_own(self) -> None:
         """Raise if the file is closed, or if another program changed it.
@@ -222,7 +224,7 @@ class Chain:
                 "after ledger.close() or engine.detach(); load_checkpoint goes on with a run."
             )
         state, (_, end) = os.fstat(self._file), self._committed
-        is_ours = state.st_size >= end if self._is_writing else state.st_size == end
+        is_ours = state.st_size >= end if self._may_have_tail else state.st_size == end
         if not state.st_nlink or not is_ours:
             raise ValueError(
                 f"{self.path} was removed, replaced or changed by another program while a run "
@@ -290,6 +292,7 @@ def is_torn_release(torn: str) -> bool:
 
 
 def _write(file: int, data: bytes, offset: int) -> None:
+    """Write all of the data; one pwrite may write a part."""
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done:], offset + done)

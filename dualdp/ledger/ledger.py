@@ -95,35 +95,39 @@ class State:
         Raises:
             ValueError: the line does not follow from those before it.
         """
-        number, (*before, last) = self.num_lines + 1, self.segments
-        changes: dict[str, Any]
+        number = self.num_lines + 1
         try:
-            if "r" in record:
-                step, *values = record["r"]
-                if step != last.stop:
-                    raise ValueError(f"step {step} came where {last.stop} was expected")
-                changes = {"segments": (*before, Segment(last.start, step + 1, last.noise_scale))}
-                adaptive = plan.max_grad_norm
-                if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
-                    changes["bound"] = adaptive.following(values[2], values[3])
-            elif "segment" in record:
-                start, scale = int(record["segment"]), float(record["noise_scale"])
-                bound = float(record.get("max_grad_norm", self.bound))
-                changes = {"segments": (*self.segments, Segment(start, start, scale))}
-                changes["bound"] = bound
-            elif "failed" in record:
-                failed = {"step": int(record["check"]), **record["failed"]}
-                changes = {"failed_check": failed}
-            elif "check" in record:
-                changes = {"last_check": int(record["check"])}
-            else:
-                changes = {"notes": (*self.notes, dict(record["note"]))}
+            changes = self._changes(record, plan)
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
             ) from error
         return replace(self, num_lines=number, **changes)
+
+    def _changes(self, record: Record, plan: PrivacyPlan) -> dict[str, Any]:
+        """Fields of the state that a line changes, with their new values."""
+        if "r" in record:
+            step, *values = record["r"]
+            *before, last = self.segments
+            if step != last.stop:
+                raise ValueError(f"step {step} came where {last.stop} was expected")
+            released = Segment(last.start, step + 1, last.noise_scale)
+            changes: dict[str, Any] = {"segments": (*before, released)}
+            adaptive = plan.max_grad_norm
+            # A torn release has no noisy fraction: the bound of the next step then stays as it was.
+            if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
+                changes["bound"] = adaptive.following(values[2], values[3])
+            return changes
+        if "segment" in record:
+            start, scale = int(record["segment"]), float(record["noise_scale"])
+            bound = float(record.get("max_grad_norm", self.bound))
+            return {"segments": (*self.segments, Segment(start, start, scale)), "bound": bound}
+        if "failed" in record:
+            return {"failed_check": {"step": int(record["check"]), **record["failed"]}}
+        if "check" in record:
+            return {"last_check": int(record["check"])}
+        return {"notes": (*self.notes, dict(record["note"]))}
 
     def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
         """Return the line of the next release, by the plan."""
@@ -167,10 +171,10 @@ class Ledger:
         require_plan(plan)
         self.plan, self.chain, self._pid = plan, Chain(), os.getpid()
         self._new_file = None if path is None else require_new(path)
-        self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
+        self._last_state = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))  # see `_state`
         self._spent = empty_account(plan)
-        self._accounted: tuple[Segment, ...] = ()
-        self._searched: tuple[int, int | None] = 0, None  # number of segments, end
+        self._accounted: tuple[Segment, ...] = ()  # the segments that are in `_spent`
+        self._last_end: tuple[int, int | None] = 0, None  # number of segments, their `end`
         self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
         #: Releases of a loop of one's own whose noise was not drawn, by step; see `own_loops`.
         self.unused: dict[int, Release] | None = None
@@ -249,7 +253,7 @@ class Ledger:
         return ledger
 
     def _go_on(self, torn: str, step: int, bound: float | None, recalibrate: bool) -> None:
-        """Count a torn release, begin the segment of a resumed run, and say how far it goes."""
+        """Count a torn release, and begin the segment of a resumed run."""
         state, plan = self._state, self.plan
         counted = state.torn_release(plan, torn)
         state = state if counted is None else state.after(counted, plan)
@@ -266,12 +270,16 @@ class Ledger:
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
-        end, planned = self.end, plan.num_steps
+        self._log_steps_left(step)
+
+    def _log_steps_left(self, step: int) -> None:
+        """Log how far a resumed run goes; a warning if its target ends it before its plan."""
+        end, planned = self.end, self.plan.num_steps
         left = "no end is planned" if end is None else f"{max(end - step, 0)} steps are left"
         if end is not None and planned is not None and end < planned:
             left += (
                 f" of {planned - step} planned: no more fit into target_epsilon="
-                f"{plan.target_epsilon} beside the {len(self)} releases on record; "
+                f"{self.plan.target_epsilon} beside the {len(self)} releases on record; "
                 "recalibrate=True raises the noise instead, so that all of them fit"
             )
         level = logging.WARNING if "fit" in left else logging.INFO
@@ -288,13 +296,13 @@ class Ledger:
 
     @property
     def _state(self) -> State:
-        """What the lines amount to; those that an interrupt left unread are read now."""
-        if self._known.num_lines < len(self.chain):
-            state = self._known
+        """What all lines amount to, from the last state that was computed and the lines since."""
+        if self._last_state.num_lines < len(self.chain):
+            state = self._last_state
             for record in self.chain.records(state.num_lines):
                 state = state.after(record, self.plan)
-            self._known = state
-        return self._known
+            self._last_state = state
+        return self._last_state
 
     def __len__(self) -> int:
         """Return the number of releases."""
@@ -312,10 +320,11 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self.plan.sampler in COMPOSED:  # only what is new, for the memo of the sums
+        if before and self.plan.sampler in COMPOSED:
+            # New releases are added to the same accountant, which keeps its sums over earlier ones.
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
-            self._accounted = ()  # an interrupt in between counts everything anew
+            self._accounted = ()  # after an interrupt of `merge` everything is counted anew
             self._spent.merge(spent_by(self.plan, added))
         else:
             self._spent = spent_by(self.plan, segments)
@@ -346,12 +355,13 @@ class Ledger:
     def end(self) -> int | None:
         """First step that may not run: the end of the plan or of its target epsilon.
 
-        None if there is none. It is found once for a segment, by planning ahead.
+        None if there is none. It is computed once a segment, from the planned steps, not from the
+        epsilon spent so far.
         """
         segments = self._state.segments
-        if self._searched[0] != len(segments):
-            self._searched = len(segments), accounting.last_affordable(self.plan, segments)
-        return self._searched[1]
+        if self._last_end[0] != len(segments):
+            self._last_end = len(segments), accounting.last_affordable(self.plan, segments)
+        return self._last_end[1]
 
     @property
     def max_grad_norm(self) -> float:
@@ -383,7 +393,7 @@ class Ledger:
             )
 
     def require_process(self) -> None:
-        """Refuse a fork of the process that writes the file; in memory it begins a segment.
+        """Refuse a fork of the process that writes the file; a fork in memory begins a segment.
 
         Raises:
             AccountingError: another process writes the file.
@@ -535,7 +545,7 @@ class Ledger:
         return self._new_file or self.chain.path
 
     def write_to(self, path: str | os.PathLike[str]) -> None:
-        """Make the record's file: that of `path=` if there is one, else this one."""
+        """Make the record's file, at the ledger's own `path=` or else here, unless it has one."""
         if self.chain.path is None:
             self.chain.write_to(self._new_file or path)
             self._new_file = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops of one's own: which releases on record have not got their noise yet.
+"""Loops of the user's own: the releases on record whose noise was not drawn yet.
 
     open_loop(plan, ledger).source = NoiseSource(plan)    # engine.make_loader
     ledger.record(step)                                   # engine.record
@@ -54,18 +54,18 @@ class OwnLoop:
             ledger.note(**facts)
 
     def take(self, step: int) -> Release:
-        """Return the release of a step, once.
+        """Return the release of a step for its noise, and take it off `waiting`.
 
         Raises:
             AccountingError: the step is not on record, or its noise was drawn before.
         """
-        found = self.waiting.pop(_validate.integer("step", step), None)
-        if found is None:
+        release = self.waiting.pop(_validate.integer("step", step), None)
+        if release is None:
             raise AccountingError(
                 f"step={step} has no release on record whose noise is still to be drawn. Expected "
                 "engine.record() before each noisy sum, and the noise of a step once."
             )
-        return found
+        return release
 
 
 _OPEN: weakref.WeakValueDictionary[int, OwnLoop] = weakref.WeakValueDictionary()
@@ -79,7 +79,7 @@ def open_loop(plan: PrivacyPlan, ledger: Ledger) -> OwnLoop:
 
 
 def loop_of(plan: PrivacyPlan) -> OwnLoop | None:
-    """Return the open loop of a plan, that which was opened last, or None."""
+    """Return the loop that was opened last for this plan, or None if its ledger is gone."""
     return _OPEN.get(id(plan))
 
 
@@ -89,10 +89,10 @@ def take_any(num_releases: int) -> list[tuple[int | None, Release]]:
     Raises:
         AccountingError: there are fewer whose noise was not drawn.
     """
-    there = [(loop, step) for loop in list(_OPEN.values()) for step in sorted(loop.waiting)]
-    if len(there) < num_releases:
+    waiting = [(loop, step) for loop in list(_OPEN.values()) for step in sorted(loop.waiting)]
+    if len(waiting) < num_releases:
         raise AccountingError(
-            f"Noise of {num_releases} releases was asked for, and {len(there)} are on record whose "
-            "noise was not drawn. Expected engine.record(num_steps=...) before."
+            f"Noise of {num_releases} releases was asked for, and {len(waiting)} are on record "
+            "whose noise was not drawn. Expected engine.record(num_steps=...) before."
         )
-    return [(loop.plan.seed, loop.take(step)) for loop, step in there[:num_releases]]
+    return [(loop.plan.seed, loop.take(step)) for loop, step in waiting[:num_releases]]

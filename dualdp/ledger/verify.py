@@ -153,10 +153,10 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
         records, segments = [*records, torn], state.after(torn, plan).segments
     found = Verification(name, (), plan, tuple(records), segments, torn=parsed.torn)
     made, steps = len(found.releases), found.num_steps
-    told = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
+    summary = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
     findings = [
         Finding("chain is unbroken", True, f"{len(parsed.lines)} lines, each chained to the last"),
-        Finding("releases are the plan's", not wrong, wrong or told),
+        Finding("releases are the plan's", not wrong, wrong or summary),
     ]
     for title, check in _CHECKS.items():
         try:
@@ -170,7 +170,7 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
 
 
 def _read(plan: PrivacyPlan, records: list[Record]) -> tuple[State, str]:
-    """State after the lines up to the first that is not the plan's, and what is wrong with that."""
+    """(state at the first line that is not the plan's, what is wrong there); else (the end, "")."""
     state = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
     for record in records[1:]:
         step, farthest = state.segments[-1].stop, max(segment.stop for segment in state.segments)
@@ -203,7 +203,7 @@ Result = tuple[bool | None, str]
 
 
 def _coverage(found: Verification, plan: PrivacyPlan) -> Result:
-    """Share of the plan on record: missing lines at the end leave no other trace."""
+    """Share of the plan on record, the only trace of lines that are missing at the end."""
     made, planned = found.num_steps, plan.num_steps
     if planned is not None and made >= planned:
         return True, f"all {planned} planned steps are on record"
@@ -214,6 +214,7 @@ def _coverage(found: Verification, plan: PrivacyPlan) -> Result:
 
 
 def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
+    """Whether the last line was cut off, and what it counts as."""
     if not found.torn:
         return True, f"line {len(found.records)}"
     counted = "counted as a release" if is_torn_release(found.torn) else "no release"
@@ -221,6 +222,7 @@ def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
 
 
 def _segments(found: Verification, plan: PrivacyPlan) -> Result:
+    """How often the run was resumed, and with how much more noise."""
     starts = [segment.start for segment in found.segments[1:]]
     scales = [f"{s.noise_scale:.4g}" for s in found.segments if s.noise_scale != 1]
     raised = f"; noise scaled by {', '.join(scales[:10])}" if scales else ""
@@ -229,7 +231,11 @@ def _segments(found: Verification, plan: PrivacyPlan) -> Result:
 
 
 def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
-    """By what the lines say: their numbers, or whole segments where these count."""
+    """Epsilon by one accountant, from the numbers in the lines.
+
+    Under samplers that are accounted by passes or segments it is that of the segments' steps, with
+    the plan's numbers, to which `_read` has compared those in the lines.
+    """
     try:
         cost = replace(plan, accountant=accountant)
         spent, event = empty_account(cost), accounting.release(cost, 0)
@@ -248,7 +254,7 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
 
 
 def _agreement(found: Verification, plan: PrivacyPlan) -> Result:
-    """PLD is within a few percent of the truth, which RDP bounds from above."""
+    """PLD against RDP: a few percent above the truth at most, against what is not below it."""
     if len(found.epsilons) < 2:
         return (None if found.epsilons else False), f"{len(found.epsilons)} of them has a bound."
     pld, rdp = found.epsilons["pld"], found.epsilons["rdp"]
@@ -258,6 +264,7 @@ def _agreement(found: Verification, plan: PrivacyPlan) -> Result:
 
 
 def _target(found: Verification, plan: PrivacyPlan) -> Result:
+    """Epsilon by the plan's accountant against its target."""
     if plan.target_epsilon is None:
         return None, "The plan names none."
     spent = found.epsilons.get(empty_account(plan).name, found.epsilon)
@@ -266,6 +273,7 @@ def _target(found: Verification, plan: PrivacyPlan) -> Result:
 
 
 def _checks(found: Verification, plan: PrivacyPlan) -> Result:
+    """Comparisons with plain autodiff that the run recorded (`dualdp.exactness`)."""
     checks = [record for record in found.records if "check" in record]
     rates = [float(value) for name, value in found.notes if name == "checks"]
     for check in checks:
@@ -291,13 +299,14 @@ def _checks(found: Verification, plan: PrivacyPlan) -> Result:
 
 def _notes(found: Verification, plan: PrivacyPlan) -> Result:
     """What a check could not see, what looked suspicious, what epsilon does not cover."""
-    told = [f"{name}: {value}" for name, value in found.notes if name not in _NUMBERS]
+    parts = [f"{name}: {value}" for name, value in found.notes if name not in _NUMBERS]
     if found.unprotected:
-        told.append(f"epsilon does not cover {', '.join(found.unprotected)}, which were logged")
-    return (None, "; ".join(told)) if told else (True, "none")
+        parts.append(f"epsilon does not cover {', '.join(found.unprotected)}, which were logged")
+    return (None, "; ".join(parts)) if parts else (True, "none")
 
 
 def _seed(found: Verification, plan: PrivacyPlan) -> Result:
+    """Whether the noise can be drawn again by a reader of the plan."""
     if plan.seed is None:
         return True, "fresh bits of the operating system for each release, stored nowhere"
     return False, (
@@ -306,7 +315,7 @@ def _seed(found: Verification, plan: PrivacyPlan) -> Result:
     )
 
 
-_NUMBERS = ("unprotected", "checks", "views")  # notes that other findings tell
+_NUMBERS = ("unprotected", "checks", "views")  # notes that `_notes` does not list as they are
 _CHECKS: dict[str, Callable[[Verification, PrivacyPlan], Result]] = {
     "last line is whole": _last_line,
     "record covers the plan": _coverage,

@@ -280,10 +280,12 @@ class Segment:
 def spent_by(cost: Cost, segments: Sequence[Segment]) -> Accountant:
     """Return an accountant with everything that the segments of a run released.
 
-    Where each step draws its batch and noise anew (Poisson, truncated Poisson, fixed size), all
-    releases are composed. Elsewhere a segment is a mechanism of its own, from its first step to its
-    last: it draws its permutation, classes or bins anew, its strategy counts from its first step,
-    and a pass that it begins in the middle is a further pass.
+    - Poisson, truncated Poisson, fixed size: every step draws its own batch and noise, so all
+      releases are composed, whatever segment they are of.
+    - Shuffle, balls in bins: every segment draws its permutations or bins anew. Its passes are
+      composed with those of the other segments, and a pass that it has in part counts whole.
+    - Patterned runs (`pattern`): every segment is a mechanism of its own, whose strategy and
+      classes begin with its first step. Segments are composed.
 
     Args:
         cost: settings of the plan.
@@ -305,10 +307,11 @@ def spent_by(cost: Cost, segments: Sequence[Segment]) -> Accountant:
             for event, count in _cheapest(cost, segment):
                 spent.compose(event, count)
         elif cost.sampler in ("balls_in_bins", "shuffle"):
-            # A pass or assignment that a segment begins in its middle is one more, counted whole.
-            first = min(-start % (cost.separation * cost.kept_epochs), stop - start)
-            of_step = mechanisms.event(**release(cost, 0, scale))
-            for steps in filter(None, (first, stop - start - first)):
+            # A segment that begins inside a pass has the rest of it under a permutation of its own:
+            # one more pass. `merge` counts it whole, where `compose` would fill up an earlier one.
+            rest = min(-start % (cost.separation * cost.kept_epochs), stop - start)
+            of_step = mechanisms.event(**release(cost, 0, scale))  # settings are constant here
+            for steps in filter(None, (rest, stop - start - rest)):
                 part = empty_account(cost)
                 part.compose(of_step, steps)
                 spent.merge(part)
@@ -378,7 +381,11 @@ def count_noise(cost: Cost, expected_batch_size: float) -> float:
 
 
 def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int]]:
-    """Return distinct (noise_multiplier, expected_batch_size, count) of steps start .. stop - 1."""
+    """Return the distinct settings of steps start .. stop - 1, each with its number of steps.
+
+    Returns:
+        (noise_multiplier, expected_batch_size, count), whose counts add up to stop - start.
+    """
     noise, size = cost.noise_multiplier, cost.expected_batch_size
     if stop <= start:
         return []
@@ -394,8 +401,9 @@ def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int
         values_at(name, getattr(cost, name), steps, cost.num_examples)
         for name in ("noise_multiplier", "expected_batch_size")
     )
-    found, counts = np.unique(noises + 1j * sizes, return_counts=True)
-    return [(p.real, p.imag, n) for p, n in zip(found.tolist(), counts.tolist(), strict=True)]
+    # One complex number for each pair: np.unique sorts them by both parts.
+    pairs, counts = np.unique(noises + 1j * sizes, return_counts=True)
+    return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), counts.tolist(), strict=True)]
 
 
 def calibrated_noise(cost: Cost, target_epsilon: float) -> float:
@@ -439,7 +447,11 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
 def _scale_within(
     cost: Cost, segments: Sequence[Segment], start: int, stop: int, target: float
 ) -> float:
-    """Smallest noise scale found with which the steps start .. stop - 1 fit the target too."""
+    """Smallest noise scale found for steps start .. stop - 1 that keeps the run in its target.
+
+    Raises a ValueError where the counts of an adaptive bound, whose noise is not scaled, exceed the
+    target by themselves.
+    """
     check_target(target, cost.delta)
     if cost.is_adaptive:
         largest = epsilon(cost, [*segments, Segment(start, stop, math.inf)])
@@ -458,7 +470,7 @@ def _scale_within(
 
 
 def epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
-    """Return an upper bound on epsilon of everything that the segments released."""
+    """Return an upper bound on epsilon of all that the segments released, at the plan's delta."""
     return spent_by(cost, segments).get_epsilon(delta=cost.delta)
 
 
@@ -495,7 +507,7 @@ def last_affordable(cost: Cost, segments: Sequence[Segment]) -> int | None:
 
 
 def _cheapest(cost: Cost, segment: Segment) -> Releases:
-    """Releases that a patterned segment amounts to; of several bounds that of least epsilon."""
+    """Releases that cost at least what a patterned segment costs: the set of least epsilon."""
     scale = segment.noise_scale * cost.noise_multiplier_at(0)
     noise = accounted_noise(cost, scale, cost.expected_batch_size_at(0))
     options = [
@@ -522,7 +534,7 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
     """Return sets of independent releases, each of which costs at least what a segment costs.
 
     A unit joins steps at known distances, and the segment releases the rows of C G + stddev z, with
-    C the identity for independent noise.
+    C the identity for independent noise. The noise multipliers are relative to the plan's.
 
     Args:
         cost: settings with `is_patterned`.
@@ -546,39 +558,46 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
         )
     if not steps:
         return [()]
-    gap = cost.separation
     if cost.sampler == "cyclic_poisson":
-        rate = min(gap * cost.expected_batch_size_at(0) / cost.num_examples, 1.0)
-        rounds, left = divmod(steps, gap)
-        events = [(PoissonSubsampledGaussian(1.0, rate), rounds)] if rounds else []
-        if left:  # of a class that draws in the last round, the first rows of its column
-            part = float((cost.column[:left] ** 2).sum())
-            ratio = max(1.0, math.sqrt(cost.sensitivity**2 / part) / _ROUNDING)
-            events.append((PoissonSubsampledGaussian(ratio, rate), 1))
-        return [tuple(events)]
+        return [_rounds(cost, steps)]
     # By |C|, for which the sum over the rows is exact; with negative entries the bound of the whole
     # run, which may be smaller, holds for each of its parts too.
     total = min(float((cost.rows[:steps] ** 2).sum()), cost.squared_sensitivity)
     first: Releases = ((Gaussian(cost.sensitivity / math.sqrt(total)), 1),)
     if cost.sampler != "balls_in_bins":
         return [first]
+    gap = cost.separation
     stop = min(-(-steps // gap) * gap, cost.num_steps or 0)  # an unfinished pass counts whole
-    found = [first]
-    for bins, common, alone in _splits(cost.strategy, cost.num_steps or 0, gap, stop):
-        own = BallsInBinsGaussian(cost.sensitivity / math.sqrt(alone), bins), bins
-        shared = [(Gaussian(cost.sensitivity / math.sqrt(common)), 1)] if common else []
-        found.append((*shared, own))
-    return found
+    bounds = [first]
+    for bins, off, rest in _splits(cost.strategy, cost.num_steps or 0, gap, stop):
+        own = BallsInBinsGaussian(cost.sensitivity / math.sqrt(rest), bins), bins
+        shared = [(Gaussian(cost.sensitivity / math.sqrt(off)), 1)] if off else []
+        bounds.append((*shared, own))
+    return bounds
+
+
+def _rounds(cost: Cost, steps: int) -> Releases:
+    """Releases of cyclic Poisson sampling to one class: a subsampled Gaussian for each round."""
+    gap = cost.separation
+    rate = min(gap * cost.expected_batch_size_at(0) / cost.num_examples, 1.0)
+    rounds, left = divmod(steps, gap)
+    events = [(PoissonSubsampledGaussian(1.0, rate), rounds)] if rounds else []
+    if left:  # the first class has the most rows of its last draw on record: `left` of its column
+        part = float((cost.column[:left] ** 2).sum())
+        ratio = max(1.0, math.sqrt(cost.sensitivity**2 / part) / _ROUNDING)
+        events.append((PoissonSubsampledGaussian(ratio, rate), 1))
+    return tuple(events)
 
 
 @functools.lru_cache(256)
 def _splits(
     strategy: Strategy, num_steps: int, gap: int, stop: int
 ) -> list[tuple[int, float, float]]:
-    """(number of bins of a class, largest inner product of two of them, squared norm above it).
+    """(bins of a class, `off`, `top - off`) for each split into classes that is worth trying.
 
-    The classes are i mod r, for those r that lower the inner product, the least of them first; rows
-    before `stop` count.
+    Bins i mod r are a class. `top` is the largest squared norm of a bin's rows before `stop`, and
+    `off` the largest inner product of two bins of a class (docs/accounting.md, 2.12). An r is tried
+    if it lowers `off`; the split of least `off` comes first.
     """
     column = np.abs(strategy.strategy(num_steps))
     rows = column_sums(column, min(gap, num_steps), -(-num_steps // gap))[:stop]
@@ -591,10 +610,10 @@ def _splits(
         inner = np.asarray(fftconvolve(rows, rows[::-1]))[stop - 1 : stop - 1 + most]
         inner = np.maximum(inner, 0.0) + 1e-12 * inner[0]
     top = least = float(inner[0])
-    found = []
+    splits = []
     for r in range(1, gap // 2 + 1):
-        common = float(inner[r::r].max(initial=0.0))
-        if common < _LOWER * least:
-            found.append((gap // r, common, top - common))
-            least = common
-    return found[::-1]
+        off = float(inner[r::r].max(initial=0.0))
+        if off < _LOWER * least:
+            splits.append((gap // r, off, top - off))
+            least = off
+    return splits[::-1]

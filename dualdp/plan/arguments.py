@@ -48,9 +48,17 @@ def plan_of(
     method: str = "make_private",
     also: Collection[str] = (),
 ) -> PrivacyPlan:
-    """Return the given plan, or one made of the arguments.
+    """Return the user's plan, or one made of the other arguments of an engine.
 
-    `also` are names that the method takes and does not pass on, for errors.
+    Args:
+        plan: the user's plan, or None.
+        given: mapping from the name of an argument to its value; None counts as not given.
+        num_examples: size of the data, in units.
+        accountant: that of the engine, or None.
+        secure_mode: bool, that of the engine.
+        calibrates: bool, True if the noise multiplier follows from target_epsilon.
+        method: name of the engine's method, for errors.
+        also: further arguments of the method, which are not passed on, for errors.
 
     Raises:
         AccountingError: the accountant gives no upper bound.
@@ -58,17 +66,7 @@ def plan_of(
         ValueError: an argument beside a plan that holds it, or two that contradict each other.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(given) - KNOWN)
-    if unknown:
-        known = sorted(KNOWN.union(also))
-        near = get_close_matches(unknown[0], known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        if unknown[0] in ELSEWHERE:
-            hint = f". {unknown[0]} is {ELSEWHERE[unknown[0]]} here"
-        raise TypeError(
-            f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. Expected any of "
-            f"{', '.join(known)}."
-        )
+    _require_known(given, method, also)
     if calibrates and (plan is not None or "noise_multiplier" in given):
         raise ValueError(
             f"{'noise_multiplier' if plan is None else 'plan'} came together with target_epsilon. "
@@ -102,6 +100,22 @@ def plan_of(
         )
     settings |= {"num_examples": num_examples, "num_steps": num_steps}
     return PrivacyPlan.calibrate(**settings) if calibrates else PrivacyPlan(**settings)
+
+
+def _require_known(given: Mapping[str, Any], method: str, also: Collection[str]) -> None:
+    """Raise on arguments that no plan has, with the name that was meant where it is known."""
+    unknown = sorted(set(given) - KNOWN)
+    if not unknown:
+        return
+    known = sorted(KNOWN.union(also))
+    near = get_close_matches(unknown[0], known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    if unknown[0] in ELSEWHERE:
+        hint = f". {unknown[0]} is {ELSEWHERE[unknown[0]]} here"
+    raise TypeError(
+        f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. Expected any of "
+        f"{', '.join(known)}."
+    )
 
 
 def names_delta(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> bool:

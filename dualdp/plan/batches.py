@@ -24,8 +24,8 @@ from dualdp.plan.samplers import RESOLUTION, SAMPLERS
 from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
-_AHEAD = 4  # batches that a loop may draw ahead, when it asks for epsilon
-_MANY = 1000  # steps of batches, of which those on record are then forgotten
+_AHEAD = 4  # most batches without a release when epsilon is asked for: loops may prefetch
+_MANY = 1000  # batches noted, above which those on record are dropped, to bound the memory
 
 
 def drawn_indices(plan: Cost, bits: SegmentBits, step: int) -> NDArray[np.int64]:

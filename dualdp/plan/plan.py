@@ -37,7 +37,9 @@ _BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan(Cost):
-    """Settings that decide what a run draws and what it costs: data, without any secret.
+    """Settings that decide what a run draws and what it costs.
+
+    They may be published, apart from a `seed`: whoever reads that can take the noise away.
 
     Args:
         num_examples: size of the data set, in units.
@@ -144,6 +146,7 @@ class PrivacyPlan(Cost):
                 "draw again can be taken away."
             )
         self.check()
+        # An accountant or relation without a bound for one step is refused now, not after a run.
         if not (self.is_patterned and self.sampler == "balls_in_bins"):  # whose bounds take long
             steps = min(self.num_steps or 0, 1) if self.is_patterned else 1
             accounting.spent_by(self, [accounting.Segment(0, steps)])
@@ -244,6 +247,9 @@ class PrivacyPlan(Cost):
     def epsilon(self, step: int | None = None) -> float:
         """Return an upper bound on epsilon after `step` releases, at the plan's delta.
 
+        It is that of one segment, a run that was never resumed; `Ledger.get_epsilon` is that of the
+        releases on record.
+
         Args:
             step: number of releases; None for the whole plan.
 
@@ -309,13 +315,13 @@ class PrivacyPlan(Cost):
                 if unknown := set(data) ^ {item.name for item in fields(cls)}:
                     raise ValueError(f"unknown or missing fields {sorted(unknown)}")
                 return cls(**data)
-            found: object = f"its version is {version!r}"
+            why: object = f"its version is {version!r}"
         except _BROKEN as error:
-            found = error
+            why = error
         if isinstance(version, int) and version != _VERSION:
             raise ValueError(newer("The text", "plan", version, _VERSION))
         raise ValueError(
-            f"The text is not a plan ({found}). Expected what PrivacyPlan.to_json wrote."
+            f"The text is not a plan ({why}). Expected what PrivacyPlan.to_json wrote."
         )
 
 

@@ -31,7 +31,8 @@ def poisson(plan: Cost, step: int, words: Words) -> Indices:
     Guarantees:
         Each example joins with probability floor(q 2^53) / 2^53 <= q, independently.
             [test_inclusion_probability]
-        A pure function of (key, step), on every stack and machine.  [test_seeded_batches]
+        A pure function of (plan, step, words), on every stack and machine.
+            [test_seeded_batches]
 
     Source: Mironov et al. 2019, section 2 ("Poisson sampling"); the draw is ours.
     """
@@ -99,7 +100,10 @@ def fixed_order(plan: Cost, step: int, words: Words) -> Indices:
 
 
 def _split(words: NDArray[np.uint64], batches: int, position: int) -> Indices:
-    """Batch of a pass over the permutation that words give."""
+    """Batch at a position of a pass over the permutation that sorts the words.
+
+    Sizes differ by at most 1: of ceil(n / B) batches none has more than ceil(B) examples.
+    """
     return np.sort(np.array_split(np.argsort(words, kind="stable"), batches)[position])
 
 

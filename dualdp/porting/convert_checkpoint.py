@@ -134,7 +134,10 @@ def _below(named: Mapping[str, Any], prefix: str, joint: str = ".") -> dict[str,
 
 
 def _wide(arrays: Arrays, document: Mapping[str, Any], wanted: Wanted) -> dict[str, NDArray[Any]]:
-    """Arrays with bfloat16 ones converted to float32; raise if `wanted` has another precision."""
+    """Arrays with bfloat16 ones converted to float32.
+
+    Raises a ValueError if the run averages views, or if the model has another precision.
+    """
     views = document["settings"].get("views", 1)
     if views > 1:
         raise ValueError(
@@ -154,6 +157,7 @@ def _wide(arrays: Arrays, document: Mapping[str, Any], wanted: Wanted) -> dict[s
             "Expected the same precision on both stacks."
         )
     return {
+        # A bfloat16, stored as uint16, is the upper half of a float32.
         name: (array.astype(np.uint32) << 16).view(np.float32) if name in low else array
         for name, array in arrays.items()
     }

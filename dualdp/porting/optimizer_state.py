@@ -78,7 +78,7 @@ def _number(value: Any) -> Any:
 
 
 def kind_of(path: str) -> str:
-    """Name of an optimizer's class, from its path; the path itself for one of another package."""
+    """Return the name of an optimizer's class, or the whole path of one of another package."""
     module, _, name = path.rpartition(".")
     return name if module.startswith(_MODULES) else path
 

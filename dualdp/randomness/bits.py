@@ -64,6 +64,10 @@ def key_of(bits: bytes) -> NDArray[np.uint32]:
 def noise_bits(seed: int | None, step: int) -> bytes:
     """Return the 64 bytes of one release: fresh ones, or those of the seed and step.
 
+    Drawn by the process that has put the release on record, and sent to no others than those that
+    add the noise of this run. They are dropped with the step: whoever has them can take its noise
+    away.
+
     Guarantees:
         Without a seed two calls never share their bits.  [test_releases_have_bits_of_their_own]
     """

@@ -3,8 +3,9 @@
 
 Properties that `noise="secure"` has and the other modes lack:
 
-- The stream is cryptographic. Its key of 256 bits is drawn from the operating system for each
-  release, and kept nowhere.
+- The stream is cryptographic, AES-256 in counter mode. The key of a release's noise is 256 fresh
+  bits of the operating system, stored nowhere; that of a batch is derived from the 128 bits of its
+  segment (`SegmentBits`).
 - A released number lies on a grid that the plan fixes. Ordinary floating-point noise does not: a
   float32 normal of `jax.random` has 2^23 values, so that one released coordinate distinguishes two
   neighboring data sets with probability 0.9 [test_one_coordinate_betrays_ordinary_noise].

@@ -108,7 +108,9 @@ def _symmetric_uniform(words: NDArray[Any]) -> NDArray[Any]:
         unit = ((words >> np.uint32(9)) | np.uint32(0x3F800000)).view(np.float32)
     else:
         unit = ((words >> np.uint64(12)) | np.uint64(0x3FF0000000000000)).view(np.float64)
-    kind = unit.dtype.type  # of floats in [1, 2)
+    kind = unit.dtype.type
+    # `unit` has random bits as significand, so it lies in [1, 2); -1 is left out, where erfinv is
+    # -inf.
     low = np.nextafter(kind(-1), kind(0))
     spread: NDArray[Any] = np.maximum(low, (unit - kind(1)) * (kind(1) - low) + low)
     return spread

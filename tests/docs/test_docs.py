@@ -100,8 +100,9 @@ def existing_tests():
 @pytest.mark.parametrize("package", ["dualdp", "dualdp_torch", "dualdp_jax", "docs", "tests"])
 def test_every_promise_names_a_test_that_exists(package):
     """`Guarantees:` in docstrings and tables in docs name the test that holds them."""
-    named = set()
-    for path in (*(ROOT / package).glob("**/*.py"), *(ROOT / package).glob("**/*.md")):
-        named |= set(re.findall(r"\[(test_\w+)\]|`(test_\w+)`", path.read_text()))
-    missing = {name for pair in named for name in pair if name} - existing_tests()
+    named, pages = set(), ROOT.glob("*.md")
+    for path in (*(ROOT / package).glob("**/*.py"), *(ROOT / package).glob("**/*.md"), *pages):
+        lists = re.findall(r"\[(test_\w+(?:,\s+test_\w+)*)\]|`(test_\w+)`", path.read_text())
+        named |= {name for pair in lists for names in pair for name in re.findall(r"\w+", names)}
+    missing = named - existing_tests()
     assert not missing

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from dualdp import mechanisms
-from dualdp.accountants.base import as_gaussian, units
+from dualdp.accountants.base import as_gaussian, num_epochs
 from dualdp.accountants.pld_engine import composition, pairs
 from dualdp.accountants.pld_engine.composition import (
     Curve,
@@ -198,7 +198,8 @@ def lower_epsilon(terms, delta, upper, rtol=1e-2):
 def lower(made, delta, rtol=1e-2):
     """A certified lower bound on epsilon of an accountant's history, 0 if none is known."""
     upper = made.epsilon_bounds(delta=delta, rtol=rtol)[2]
-    events = [(e, units(e, n)) for e, n in made.history if n and not isinstance(e, NOT_ATTAINED)]
+    history = [(e, n) for e, n in made.history if n and not isinstance(e, NOT_ATTAINED)]
+    events = [(e, num_epochs(e, n)) for e, n in history]
     if not events or not 0 < upper < math.inf:
         return 0.0
     views = [(made, False, False), (made, True, False)]
