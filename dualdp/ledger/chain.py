@@ -208,6 +208,7 @@ class Chain:
             # A torn line found on opening may be a release: it stays until a line counts it.
             if self.path is not None and not had_tail:
                 os.ftruncate(self._file, self._committed[1])
+                self._may_have_tail = False
             raise
         self._may_have_tail = False
 

@@ -181,10 +181,11 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(chain.os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left"):
-        made.append({"number": 123456})
+    for _ in range(2):  # the disk is still full when the step is tried again
+        with pytest.raises(OSError, match="No space left"):
+            made.append({"number": 123456})
+        assert (path.read_bytes(), made.text(), made.last_hash) == before
     monkeypatch.undo()
-    assert (path.read_bytes(), made.text(), made.last_hash) == before
     made.append(MORE)
     assert parse(path.read_text()).records == [*RECORDS, MORE]
 

@@ -565,7 +565,7 @@ def test_a_step_of_which_a_part_was_lost_begins_again_with_its_first_part(monkey
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="step 2 failed after a part of its logical"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="Begin a new pass over the loader"):
+    with pytest.raises(RuntimeError, match="Begin a new pass, one at a time"):
         next(batches)
     train(model, optimizer, loader)
     assert len(engine.ledger) == 6
