@@ -102,12 +102,15 @@ class State:
                 step, *values = record["r"]
                 if step != last.stop:
                     raise ValueError(f"step {step} came where {last.stop} was expected")
-                changes = {"segments": (*before, Segment(last.start, step + 1, last.noise_scale))}
+                changes = {"segments": (*before, replace(last, stop=last.stop + 1))}
                 adaptive = plan.max_grad_norm
                 if isinstance(adaptive, AdaptiveNorm) and values[3] is not None:
                     changes["bound"] = adaptive.following(values[2], values[3])
             elif "segment" in record:
-                start, scale = int(record["segment"]), float(record["noise_scale"])
+                start = int(record["segment"])
+                if not 0 <= start <= max(segment.stop for segment in self.segments):
+                    raise ValueError(f"segment {start} begins with no step before it on record")
+                scale = _validate.positive("noise_scale", record["noise_scale"])
                 bound = float(record.get("max_grad_norm", self.bound))
                 changes = {"segments": (*self.segments, Segment(start, start, scale))}
                 changes["bound"] = bound
@@ -118,7 +121,7 @@ class State:
                 changes = {"last_check": int(record["check"])}
             else:
                 changes = {"notes": (*self.notes, dict(record["note"]))}
-        except (LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
