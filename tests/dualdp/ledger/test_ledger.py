@@ -298,6 +298,16 @@ def test_the_bound_follows_the_quantile():
         plan.max_grad_norm_at(3)
 
 
+@pytest.mark.parametrize("fraction", [-1e6, 1e6])
+def test_a_count_that_is_all_noise_leaves_the_record_readable(fraction):
+    ledger = dualdp.Ledger(make(max_grad_norm=AdaptiveNorm(1e10, count_noise_multiplier=1e6)))
+    ledger.record(0, noisy_fraction=fraction)
+    assert (len(ledger), ledger.get_epsilon() > 0) == (1, True)
+    with pytest.raises(ValueError, match="max_grad_norm=.* is out of range"):
+        ledger.record(1, noisy_fraction=0.5)
+    assert len(ledger) == 1
+
+
 @pytest.mark.parametrize("noise", ["fast", "secure"])
 def test_the_count_of_an_adaptive_bound_is_noisy(noise):
     adaptive = AdaptiveNorm(1.0, count_noise_multiplier=1.0)
