@@ -98,7 +98,7 @@ class State:
         number = self.num_lines + 1
         try:
             changes = self._changes(record, plan)
-        except (LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
@@ -112,7 +112,7 @@ class State:
             *before, last = self.segments
             if step != last.stop:
                 raise ValueError(f"step {step} came where {last.stop} was expected")
-            released = Segment(last.start, step + 1, last.noise_scale)
+            released = replace(last, stop=last.stop + 1)
             changes: dict[str, Any] = {"segments": (*before, released)}
             adaptive = plan.max_grad_norm
             # A torn release has no noisy fraction: the bound of the next step then stays as it was.
@@ -120,7 +120,10 @@ class State:
                 changes["bound"] = adaptive.following(values[2], values[3])
             return changes
         if "segment" in record:
-            start, scale = int(record["segment"]), float(record["noise_scale"])
+            start = int(record["segment"])
+            if not 0 <= start <= max(segment.stop for segment in self.segments):
+                raise ValueError(f"segment {start} begins with no step before it on record")
+            scale = _validate.positive("noise_scale", record["noise_scale"])
             bound = float(record.get("max_grad_norm", self.bound))
             return {"segments": (*self.segments, Segment(start, start, scale)), "bound": bound}
         if "failed" in record:

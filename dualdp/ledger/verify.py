@@ -173,18 +173,15 @@ def _read(plan: PrivacyPlan, records: list[Record]) -> tuple[State, str]:
     """(state at the first line that is not the plan's, what is wrong there); else (the end, "")."""
     state = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
     for record in records[1:]:
-        step, farthest = state.segments[-1].stop, max(segment.stop for segment in state.segments)
         try:
             if "r" in record:
+                step = state.segments[-1].stop
                 if step == plan.num_steps:
                     return state, f"Step {step} is past the plan's {plan.num_steps} steps."
                 wrong = _differences(record["r"], state.next_release(plan)["r"])
                 if wrong:
                     return state, f"Step {step} was recorded with another {', '.join(wrong)}."
             state = state.after(record, plan)
-            if not 0 <= state.segments[-1].start <= farthest:
-                start = state.segments[-1].start
-                return state, f"A segment begins at step {start}, with none before it on record."
         except _BROKEN as error:
             return state, str(error)
     return state, ""

@@ -229,7 +229,8 @@ class AdaptiveNorm(_Checked):
 
     def following(self, bound: float, noisy_fraction: float) -> float:
         """Return the bound after a step with this released noisy fraction."""
-        return bound * math.exp(-self.learning_rate * (noisy_fraction - self.quantile))
+        change = -self.learning_rate * (noisy_fraction - self.quantile)
+        return bound * math.exp(min(change, 700.0))  # what is on record never overflows
 
 
 #: What a setting of a plan may be given as.

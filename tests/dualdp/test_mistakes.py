@@ -47,6 +47,7 @@ def written(log, *rows):
 MISTAKES = {
     # accounting
     "vector": (lambda k: epsilon(noise_multiplier=np.ones(2)), TypeError, "is a NumPy array"),
+    "epochs here": (lambda k: epsilon(epochs=3), TypeError, "There is no argument .epochs"),
     "a tiny delta": (lambda k: noise(target_delta=1e-300), AccountingError, "below 1e-150"),
     # plans
     "schedule as text": (lambda k: plan(noise_multiplier="linear"), TypeError, "is a str"),

@@ -265,7 +265,7 @@ def averaged(updates, params=None):
 MISTAKES = {
     "one loss for each class": ({"loss_fn": lambda p, x, y: x @ p["w"]}, "scalar"),
     "an integer leaf": ({"params": {"w": np.ones((6, 3)), "step": np.ones(3, int)}}, "step"),
-    "a mean over an axis": ({"optimizer": optax.stateless(averaged)}, "shape"),
+    "a mean over an axis": ({"optimizer": optax.stateless(averaged)}, "Expected the same"),
     "batch norm": ({"loss_fn": lambda m, x, y: m(x).sum(), "params": Normed()}, "use GroupNorm"),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dualdp
-from dualdp.ledger.chain import Chain
+from dualdp.ledger.chain import chained
 from dualdp.ledger.ledger import Release
 from dualdp.plan.accounting import Segment
 from dualdp.plan.schedules import AdaptiveNorm
@@ -230,10 +230,10 @@ def test_a_ledger_of_another_run_is_refused(tmp_path):
 
 def forged(ledger, *records):
     """The text of a ledger with further lines, whose hashes are true."""
-    made = Chain(ledger.to_json().splitlines())
+    lines = ledger.to_json().splitlines()
     for record in records:
-        made.append(record)
-    return made.text()
+        lines.append(chained(lines[-1][-45:-2], json.dumps(record)))
+    return "".join(f"{line}\n" for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,14 @@ def forged(ledger, *records):
         {"r": 3},
         {"segment": "one"},
         {"segment": 1},
+        {"segment": 9, "noise_scale": 1.0},
+        {"segment": 1, "noise_scale": -1.0},
+        {"segment": 1, "noise_scale": 0.0},
+        {"segment": math.inf, "noise_scale": 1.0},
+        {"segment": 1, "noise_scale": math.inf},
+        {"segment": 1, "noise_scale": math.nan},
+        {"segment": 1, "noise_scale": 10**400},
+        {"check": math.inf},
         {"check": None},
         {"note": 3},
         {"what": 1},
@@ -288,6 +296,16 @@ def test_the_bound_follows_the_quantile():
     assert [entry["max_grad_norm"] for entry in ledger.entries] == bounds
     with pytest.raises(dualdp.AccountingError, match="max_grad_norm adapts to the run"):
         plan.max_grad_norm_at(3)
+
+
+@pytest.mark.parametrize("fraction", [-1e6, 1e6])
+def test_a_count_that_is_all_noise_leaves_the_record_readable(fraction):
+    ledger = dualdp.Ledger(make(max_grad_norm=AdaptiveNorm(1e10, count_noise_multiplier=1e6)))
+    ledger.record(0, noisy_fraction=fraction)
+    assert (len(ledger), ledger.get_epsilon() > 0) == (1, True)
+    with pytest.raises(ValueError, match="max_grad_norm=.* is out of range"):
+        ledger.record(1, noisy_fraction=0.5)
+    assert len(ledger) == 1
 
 
 @pytest.mark.parametrize("noise", ["fast", "secure"])

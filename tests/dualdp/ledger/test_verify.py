@@ -148,7 +148,7 @@ def changed(index, **values):
         (lambda records: [*records, records[-1]], "step 7 came where 8 was expected"),
         (
             lambda records: [*records, {"segment": 9, "noise_scale": 1.0}],
-            "A segment begins at step 9, with none before it on record",
+            "segment 9 begins with no step before it on record",
         ),
         (
             lambda records: [*records, {"segment": 7, "noise_scale": 2.0}, {"r": [7, 1.0, 0.05]}],
@@ -160,6 +160,12 @@ def test_forged_numbers_fail(change, message):
     found = verify(forge(run(plan_of()), change))
     assert "releases are the plan's" in found.failures
     assert message in finding(found, "releases are the plan's").detail
+
+
+def test_a_step_may_be_written_as_a_fraction():
+    """What a forger wrote is a finding, or is harmless, and never an error."""
+    found = verify(forge(run(plan_of()), changed(8, r=[7.0, 1.0, 0.05])))
+    assert (found.passed, found.num_steps) == (True, 8)
 
 
 def test_a_seed_is_a_failure_unless_it_is_allowed():
