@@ -229,8 +229,7 @@ class AdaptiveNorm(_Checked):
 
     def following(self, bound: float, noisy_fraction: float) -> float:
         """Return the bound after a step with this released noisy fraction."""
-        change = -self.learning_rate * (noisy_fraction - self.quantile)
-        return bound * math.exp(min(change, 700.0))  # what is on record never overflows
+        return bound * math.exp(min(self.learning_rate * (self.quantile - noisy_fraction), 700.0))
 
 
 #: What a setting of a plan may be given as.
