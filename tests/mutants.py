@@ -73,8 +73,8 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "dualdp_jax/noise/noise.py",
-        "np.asarray(release.draw_stddev, dtype)",
-        "np.asarray(release.draw_stddev * release.expected_batch_size, dtype)",
+        "np.asarray(release.expected_batch_size, dtype), release.draw_stddev",
+        "np.asarray(release.expected_batch_size, dtype), 0.9 * release.draw_stddev",
     ),
     (
         "dualdp/plan/clipping.py",
