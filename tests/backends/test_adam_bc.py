@@ -371,7 +371,7 @@ def test_a_jitted_loop_of_ones_own_passes_the_noise():
     for batch in loader.remaining():
         engine.record()
         parts = [
-            dpj.clipped_grad_sum(loss_fn, params, *c.args, max_grad_norm=1.3, mask=c.mask).grads
+            dpj.clipped_grad_sum(loss_fn, params, *c.batch, max_grad_norm=1.3, mask=c.mask).grads
             for c in batch.chunks
         ]
         sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
