@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from dualdp_jax import compat
 
@@ -66,7 +65,7 @@ def parameter(index: int, value: Array) -> Derived:
     return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order, index)
 
 
-def derive(eqn: JaxprEqn, inputs: Sequence[Derived]) -> list[Derived]:
+def derive(eqn: compat.Equation, inputs: Sequence[Derived]) -> list[Derived]:
     """Evaluate an equation whose inputs are parameters and constants only."""
     operation = Operation(partial(compat.bind, eqn), tuple(inputs))
     results = operation.function(*(item.value for item in inputs))

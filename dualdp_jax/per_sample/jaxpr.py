@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from dualdp_jax import compat
 from dualdp_jax.per_sample.expressions import (
@@ -69,7 +68,7 @@ class ParameterUse:
 class DeferredUse(NamedTuple):
     """Use that is evaluated only when another equation reads its result."""
 
-    eqn: JaxprEqn  # equation of the use
+    eqn: compat.Equation  # equation of the use
     inputs: list[Item]
     position: int  # index of the weight among the operands
     #: axes of the result that are summed at once, for rules with `takes_sums`.
@@ -109,7 +108,9 @@ class Scope:
         return item
 
 
-def run(scope: Scope, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Item]) -> list[Item]:
+def run(
+    scope: Scope, jaxpr: compat.Jaxpr, consts: Sequence[Array], args: Sequence[Item]
+) -> list[Item]:
     """Evaluate a jaxpr on data and `Derived` values; the results are of these kinds too."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     env |= zip(jaxpr.invars, args, strict=True)
@@ -132,7 +133,7 @@ def _is_weight(item: Item) -> TypeGuard[Derived]:
     return isinstance(item, Derived) and bool(item.sources)
 
 
-def _step(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
+def _step(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
     is_deferred = any(isinstance(item, DeferredUse) for item in inputs)
@@ -159,7 +160,7 @@ def _step(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
-def _derived(scope: Scope, eqn: JaxprEqn, inputs: list[Derived]) -> list[Item]:
+def _derived(scope: Scope, eqn: compat.Equation, inputs: list[Derived]) -> list[Item]:
     """Results derived from parameters and constants; plain values where no gradient passes."""
     results: list[Any] = derive(eqn, inputs)
     for position, result in enumerate(results):
@@ -207,7 +208,7 @@ def _record_use(scope: Scope, found: DeferredUse) -> Array:
     return result if scope.probes is None else result + next(scope.probes)
 
 
-def _scan(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
+def _scan(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
     """Evaluate a scan that uses parameters; arrays of its uses are stacked over the steps.
 
     The parameters of its body are the scan's constants that are not data, and its scanned weights.

@@ -128,7 +128,7 @@ def outer_products(
     return (acts, grads) if axes.contract == (0,) else (grads, acts)
 
 
-def accepts(params: Params, position: int, shapes: Sequence[jax.core.AbstractValue]) -> bool:
+def accepts(params: Params, position: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
     """True: any dimension numbers, the weight on either side."""
     return True
 

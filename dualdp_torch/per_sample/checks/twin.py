@@ -568,8 +568,9 @@ class Twins(TorchFunctionMode):
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
         seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
-        if is_led and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
-            self._hear_processes(name, tensors + _tensors(out))
+        if is_ours and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
+            led = [tensor for tensor in tensors if tensor in self._led]
+            self._hear_processes(name, led + _tensors(out))
         elif is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
             self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
