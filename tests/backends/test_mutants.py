@@ -126,8 +126,12 @@ def without_cross_term(stack, patch):
 def empty_batches_skipped(stack, patch):
     data = importlib.import_module(f"dualdp_{stack}.training.loader")
     if stack == "torch":
-        right = data.draws
-        patch.setattr(data, "draws", lambda *a: (d for d in right(*a) if d.mask.any()))
+        right = data.PlannedLoader.draws
+        patch.setattr(
+            data.PlannedLoader,
+            "draws",
+            lambda self, *a: (d for d in right(self, *a) if d.mask.any()),
+        )
     else:
         right = data.PlannedLoader.__iter__
         patch.setattr(
