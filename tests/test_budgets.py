@@ -20,7 +20,7 @@ BUDGETS = {
     "dualdp_jax": 5_126,  # aim: 4_200
     "dualdp_tools": 1_513,  # aim: 1_100
     "benchmarks": 1_804,  # aim: 1_800
-    "tests": 41_073,  # aim: 20_000
+    "tests": 41_077,  # aim: 20_000
 }
 WORDS = 22_000  # of docs
 LAYOUT = {
