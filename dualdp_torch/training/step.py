@@ -148,7 +148,7 @@ class PrivateStep:
         purpose, reduction = (method, plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, bits, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
-        recorder.usual_size = round(plan.expected_batch_size_at(0)) * rows
+        recorder.usual_size = round(plan.expected_batch_size_at(0))
         self._noise = NoiseSource(plan)
         self._pass, self._pid = 0, os.getpid()
         self._lost: int | None = None  # step of which a part is lost, until the next pass

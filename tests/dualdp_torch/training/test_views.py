@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
+from dualdp import UnsupportedLayerError
 from dualdp_torch.training.items import DrawnViews
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import randomise
@@ -33,6 +34,22 @@ def parts(**options):
 def start(given=None, views=K, augment=noisy, **options):
     options.setdefault("plan", loop.plan(num_steps=2))
     return loop.start(given or parts(), views=views, augment=augment, checks=1.0, **options)
+
+
+class StatesOfTwelve(Parts):
+    """States for the rows of twelve examples, as recurrent models of one batch size keep them."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.zeros(12 * K, 1)
+
+
+def test_a_model_of_one_batch_size_is_named():
+    model = randomise(StatesOfTwelve())
+    given = model, torch.optim.SGD(model.parameters(), lr=0.5), parts()[2]
+    _, model, _, loader = start(given)
+    x, *_ = next(batch for batch in loader if len(batch[0]) != 12 * K)
+    with pytest.raises(UnsupportedLayerError, match="takes batches of one size only"):
+        model(x)
 
 
 def clipped_by_hand(weights, x, y, clipping="flat", c=C):
