@@ -106,11 +106,6 @@ def varying_zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> A
     return vary(jnp.zeros(shape, dtype), axes)
 
 
-def type_of(value: PyTree) -> Any:
-    """Return shape, dtype and axes of a value, for `jax.eval_shape` and `make_jaxpr`."""
-    return jax.eval_shape(lambda x: x, value)
-
-
 def type_of_row(rows: PyTree) -> Any:
     """Return shape, dtype and axes of one row of (n, ...)."""
     if rows.shape[0] == 0:

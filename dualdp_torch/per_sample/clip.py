@@ -287,25 +287,20 @@ def clipped_sums(
     factors: Factors,
     second_pass: SecondPass | None = None,
     shards: Shards | None = None,
-    formed: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return name -> sum over the examples of factor times gradient.
 
     `second_pass`, used only if `passes_again`, computes the sums by a second forward and backward.
     With `shards` each sum is reduced to this process's shard of the sum over all processes before
-    the next one is computed. `formed` is applied to each sum as soon as it is computed.
+    the next one is computed.
     """
     if second_pass is not None and passes_again(gradients, factors.rows, shards):
         shared = next(iter(factors.of.values()))
         second_pass.begin(gradients, factors)
         # Processes of a sharded model pass again together, also one in which no row counts.
-        sums = second_pass(shared if factors.rows is None else torch.zeros_like(shared))
-        return {k: formed(k, total) for k, total in sums.items()} if formed else sums
-    found = {}
-    for name, total in gradients.sums(factors.of, factors.rows):
-        mine = total if shards is None else shards.reduce(name, total)
-        found[name] = mine if formed is None else formed(name, mine)
-    return found
+        return second_pass(shared if factors.rows is None else torch.zeros_like(shared))
+    sums = gradients.sums(factors.of, factors.rows)
+    return {k: total if shards is None else shards.reduce(k, total) for k, total in sums}
 
 
 def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
