@@ -53,7 +53,7 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
     check_saved(state, engine)
-    import orbax.checkpoint as ocp
+    ocp = _orbax()
 
     arrays, group = named_arrays(state), engine.group
 
@@ -122,9 +122,21 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     checkpoint.write(path, arrays, moved)
 
 
+def _orbax() -> Any:
+    """Import Orbax, which only sharded checkpoints need."""
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Sharded checkpoints need the package orbax-checkpoint, which is not installed. Run "
+            "pip install orbax-checkpoint, or use save_checkpoint."
+        ) from error
+    return ocp
+
+
 def _document(folder: PathLike) -> tuple[int, RunDocument]:
     """Number and document of the newest checkpoint of a folder, the same on all processes."""
-    import orbax.checkpoint as ocp
+    ocp = _orbax()
 
     group = Group.current()
     newest = on_first(
@@ -140,9 +152,9 @@ def _document(folder: PathLike) -> tuple[int, RunDocument]:
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays for None."""
-    import orbax.checkpoint as ocp
+    ocp = _orbax()
 
-    def how(leaf: jax.Array | np.ndarray | None) -> ocp.RestoreArgs:
+    def how(leaf: jax.Array | np.ndarray | None) -> Any:
         if isinstance(leaf, jax.Array):
             return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
         return ocp.RestoreArgs(restore_type=np.ndarray)

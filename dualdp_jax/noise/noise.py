@@ -362,9 +362,12 @@ def noisy_mean(
             f"grads is {_validate.kind(grads)}. Expected the clipped sum alone, such as "
             "clipped_grad_sum(...).grads: no noise makes norms and losses private."
         )
-    wrong = [x for x in jax.tree.leaves(grads) if not isinstance(x, _ARRAYS)]
-    if wrong:
-        raise TypeError(f"grads holds {_validate.kind(wrong[0])}. Expected JAX or NumPy arrays.")
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        if not isinstance(leaf, _ARRAYS):
+            raise TypeError(
+                f"grads{jax.tree_util.keystr(path)} is {_validate.kind(leaf)}. Expected a JAX or "
+                "NumPy array."
+            )
     if loop is None and plan.seed is None:
         raise AccountingError(
             "Noise was asked for, but no loop that is open records the releases of this plan. "

@@ -144,7 +144,11 @@ def build(
     weights = units.check_weights(options.row_weights, num_rows, parameters.dtype)
     _check_key(key)
     named = {} if key is None else {"key": key}
-    _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
+    try:
+        _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
+    except TypeError as error:
+        hint = " A key comes with needs_key=True of an engine, or key= of a call."
+        raise TypeError(f"{error}{hint if 'key' in str(error) else ''}") from None
 
     def loss(trained: list[Array], shared: PyTree, row: Row) -> tuple[Array, PyTree]:
         (others, key), (example, position) = shared, row

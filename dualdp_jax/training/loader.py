@@ -189,8 +189,9 @@ def _require_items(arrays: Sequence[Array], rows_per_item: int | None) -> None:
     if wrong:
         raise ValueError(
             f"The data hold an array of shape {wrong[0]}. Expected (num_examples, {rows_per_item}) "
-            f"in front with rows_per_unit={rows_per_item}, the rows of each item. Rows of a person "
-            "need unit='user' and users=."
+            f"in front with rows_per_unit={rows_per_item}, the rows of each item; what all rows of "
+            "an item share is repeated for each of them. Rows of a person need unit='user' and "
+            "users=."
         )
 
 

@@ -48,9 +48,9 @@ class ItemCollate:
             came = f"a tensor of shape {wrong[0]}" if wrong else "no tensor"
             raise ValueError(
                 f"The batch of {num_items} items, {_validate.kind(batch)}, holds {came}. Expected "
-                f"tensors, or dicts, lists and tuples of them, with {lead} in front for "
-                f"rows_per_unit={self._rows}, the rows of each item; what all rows of an item "
-                "share is repeated for each of them. Rows of a person need unit='user' and users=."
+                f"{lead} in front with rows_per_unit={self._rows}, the rows of each item; what all "
+                "rows of an item share is repeated for each of them. Rows of a person need "
+                "unit='user' and users=. Tensors may lie in dicts, lists and tuples."
             )
         return pytree.tree_map_only(
             (torch.Tensor, np.ndarray),

@@ -25,7 +25,7 @@ def begun():
 def test_a_sharded_checkpoint_needs_orbax(tmp_path, monkeypatch):
     engine, state = begun()
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ModuleNotFoundError, match="orbax"):
+    with pytest.raises(ModuleNotFoundError, match="need the package orbax-checkpoint"):
         save_sharded_checkpoint(tmp_path / "run", state=state, engine=engine)
 
 

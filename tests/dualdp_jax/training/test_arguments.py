@@ -64,11 +64,11 @@ MISTAKES = {
     "optimizer": ({"optimizer": 0.1}, TypeError, "optimizer is a float"),
     "all frozen": ({"trainable": dict.fromkeys("wb", False)}, ValueError, "No leaf of params"),
     "method": ({"method": "magic"}, ValueError, "method='magic' is unknown"),
-    "a key": ({"loss_fn": drops}, TypeError, "missing a required argument: 'key'"),
+    "a key": ({"loss_fn": drops}, TypeError, "argument: 'key'.*comes with needs_key=True"),
     "a keyword": (
         {"loss_fn": lambda p, x, y, *, key: 0.0},
         TypeError,
-        "missing a required argument: 'key'",
+        "missing a required argument: 'key'.*comes with needs_key=True",
     ),
     "no key": ({"needs_key": True}, TypeError, "got an unexpected keyword argument 'key'"),
 }

@@ -297,12 +297,12 @@ REFUSED = {
     "three rows": (
         pairs(3),
         None,
-        r"shape \(\d+, 3, 6\). Expected .* \(\d+, 2\) in front for rows",
+        r"shape \(\d+, 3, 6\). Expected \(\d+, 2\) in front with rows",
     ),
     "a label for the pair": (
         TensorDataset(pairs().tensors[0], torch.zeros(N)),
         None,
-        r"shape \(\d+,\). Expected .* \(\d+, 2\) in front for rows_per_unit=2",
+        r"shape \(\d+,\). Expected \(\d+, 2\) in front with rows_per_unit=2",
     ),
     "rows already": (
         pairs(),
@@ -335,7 +335,7 @@ def items_first(items):
 def test_rows_before_items_are_refused_where_both_are_as_many():
     run = plan(sampler="shuffle", expected_batch_size=2, num_steps=2)
     engine, *given = start(parts(collate_fn=rows_first), plan=run, checks=0)
-    with pytest.raises(ValueError, match=r"shape \(2, 3, 6\). Expected .* \(3, 2\) in front"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 6\). Expected \(3, 2\) in front"):
         train(*given)
     assert len(engine.ledger) == 0
 
