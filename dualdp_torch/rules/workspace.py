@@ -43,7 +43,7 @@ def lstm_with_gates(
         found = _layer(*(operand.contiguous() for operand in operands), *options)
     out, last_h, last_c, workspace = found
     steps, n, width = len(x), len(h), 4 * h.shape[1]
-    row = _row(width)
+    row = row_stride(width)
     if workspace is None or workspace.dtype != torch.uint8 or len(workspace) < 4 * steps * n * row:
         return None
     rows = workspace.detach()[: 4 * steps * n * row].view(torch.float32).view(steps, n, row)
@@ -51,7 +51,7 @@ def lstm_with_gates(
     return out.detach(), last_h.detach().view_as(h), last_c.detach().view_as(c), gates
 
 
-def _row(numbers: int) -> int:
+def row_stride(numbers: int) -> int:
     """Row stride of the workspace in numbers: whole cache lines, and no power of two."""
     numbers = -(-numbers // 16) * 16
     return numbers + 16 if numbers % 256 == 0 else numbers

@@ -374,7 +374,7 @@ class Twins(TorchFunctionMode):
         self.twins, self._batch, self.notes = list[Twin](), list[Tensor](), list[str]()
         self._forks = set[str]()
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
-        self._has_drawn = self._is_inside = False
+        self._has_drawn = self._is_inside = self._is_open = False
         self._n = 0
         self._led, self._drawn = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._places = WeakIdKeyDictionary()  # row of the batch -> its place, of lists of rows
@@ -395,7 +395,8 @@ class Twins(TorchFunctionMode):
             yield
             has_failed = False
         finally:
-            if was_on and not self._is_inside and not (has_failed and self._has_left):
+            is_heard = self._is_open or not self._is_inside
+            if was_on and is_heard and not (has_failed and self._has_left):
                 self._listen()
 
     # ------------------------------------------------------------------ the model
@@ -411,9 +412,13 @@ class Twins(TorchFunctionMode):
         self.end()
         self._is_inside, self._model, self._held = True, model, held_tensors(model)
         given = _tensors((args, kwargs))
-        for tensor in (*given, *self._held.values()):
-            if tensor in self._led and tensor not in self._drawn:
-                self._compare_input(tensor)
+        state = () if model is None else (*model.buffers(), *model.parameters())
+        known = (*given, *self._held.values(), *state)
+        for tensor in known:
+            self._compare_input(tensor)
+        passed = {id(tensor) for tensor in (*known, *self._batch)}
+        # What else the loop made of rows may be read inside, from a closure or a global name.
+        self._is_open = any(id(tensor) not in passed for tensor in self._led)
         for tensor in given:
             if tensor not in self._led:
                 self._look_for_arrays(tensor)
@@ -434,7 +439,7 @@ class Twins(TorchFunctionMode):
         """
         if not self.is_on:
             return
-        self._is_inside = False
+        self.end_forward()
         numel = sum(made.numel() for made, out in outputs if out.requires_grad)
         among = [twin for twin in self.twins if not twin.is_alone]
         for twin in among[max(0, _MOST // max(numel, 1)) :]:
@@ -509,7 +514,9 @@ class Twins(TorchFunctionMode):
                 self._listen()
 
     def _compare_input(self, tensor: Tensor) -> None:
-        """Compare a twin's input of the model with that of its rows in the batch."""
+        """Compare what the model gets, where a twin has it, with that of its rows in the batch."""
+        if tensor not in self._led or tensor in self._drawn:
+            return
         for twin in self.twins:
             ours = twin.tensors.get(tensor)
             if ours is None or twin.problem is not None:
@@ -542,6 +549,10 @@ class Twins(TorchFunctionMode):
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and call it again for the twins."""
         tensors = _tensors((args, kwargs))
+        if self._is_inside:
+            for tensor in tensors:
+                self._compare_input(tensor)
+            return func(*args, **kwargs)
         if self._is_busy or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             return func(*args, **kwargs)
         if func in _BACKWARDS:

@@ -144,6 +144,22 @@ def test_values_of_an_open_end_are_checked_when_used(name, read):
         make(num_steps=9, **falling)
 
 
+def test_a_run_ends_where_its_schedule_leaves_its_range():
+    plan = make(num_steps=None, seed=1, noise_multiplier=schedules.Linear(1.0, -1.0, over=10))
+    ledger = dualdp.Ledger(plan)
+    for step in range(6):
+        ledger.record(step)
+    with pytest.raises(ValueError, match=r"noise_multiplier=-0\.\d+ at step 6 is out of range"):
+        ledger.record(6)
+    assert len(ledger) == 6
+
+
+def test_a_batch_size_past_the_data_is_refused_when_it_is_used():
+    plan = make(num_steps=None, expected_batch_size=schedules.Linear(10.0, 2000.0, over=10))
+    with pytest.raises(ValueError, match=r"expected_batch_size=1005.0 at step 5 .* num_examples"):
+        plan.sample_rate_at(5)
+
+
 def test_what_no_end_can_be_found_for_is_refused():
     """known_failures 83: 2^40 steps of an open-ended schedule were tabulated."""
     growing = {"num_steps": None, "noise_multiplier": schedules.Exponential(1.0, 1.0 + 1e-9)}

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
-from dualdp_torch.per_sample import call
+from dualdp_torch.per_sample import analysis_cache, call
+from dualdp_torch.per_sample.analysis_cache import cached_analyses
+from dualdp_torch.per_sample.batch import Batch
 from tests import reference
 from tests.closeness import assert_grads_close
 from tests.dualdp_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise, truth_of
@@ -560,6 +562,17 @@ def test_a_later_hook_that_knows_its_layer_is_caught_by_the_check():
         dpt.per_sample_norms(reference.loss_fn, model, x)
     with pytest.raises(UnsupportedLayerError, match="computes changed between its forward"):
         assert_recorded_norms(model, x)
+
+
+def test_an_object_at_the_address_of_one_that_is_gone_is_another(monkeypatch):
+    """The numbers of objects stand for them in a key only as long as these objects live."""
+    monkeypatch.setattr(analysis_cache, "id", lambda value: 7, raising=False)
+    model, x, batch = nn.Linear(6, 3), data(8, 6), lambda x: Batch((x,))
+    loss = CentredObject()
+    first = cached_analyses(model, loss, batch(x))
+    assert cached_analyses(model, loss, batch(x)) is first
+    del loss
+    assert cached_analyses(model, CentredObject(), batch(x)) is not first
 
 
 @pytest.mark.parametrize("what", ["hook", "function", "loss"])

@@ -782,3 +782,115 @@ def test_two_passes_are_one_network(kind):
 
 
 # ---------------------------------------------------------------------- beside the arguments
+
+
+SEEN = {}
+
+
+class Standardised(nn.Module):
+    """Reads a mean and a scale that the loop may set in many places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.mean, self.scale, self.held = None, 1.0, {}
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x, scale=1.0):
+        mean = self.held.get("mean", SEEN.get("mean", self.mean))
+        x = x - self.shift if mean is None else x - mean
+        return self.second(torch.tanh(self.first(x * self.scale * scale)))
+
+
+def set_attribute(model, x):
+    model.mean = x.mean(0)
+
+
+def set_made_of_made(model, x):
+    model.mean = torch.cat([x[:, :3], x[:, 3:]], 1).mean(0).detach() * 2
+
+
+def set_rows(model, x):
+    model.mean = x[:1]
+
+
+def set_buffer(model, x):
+    model.shift = x.median(0).values
+
+
+def write_buffer(model, x):
+    model.shift.copy_(x.mean(0))
+
+
+def write_into_buffer(model, x):
+    model.shift[:3] = x[:, :3].mean(0)
+
+
+def set_in_dict(model, x):
+    model.held["mean"] = x.mean(0)
+
+
+def set_elsewhere(model, x):
+    SEEN["mean"] = x.mean(0)
+
+
+def write_parameter(model, x):
+    with torch.no_grad():
+        model.first.bias.add_(x.mean(), alpha=0.1)
+
+
+BESIDE = [
+    *(set_attribute, set_made_of_made, set_rows, set_buffer, write_buffer, write_into_buffer),
+    *(set_in_dict, set_elsewhere, write_parameter),
+]
+
+
+def run_beside(prepare, mode, steps=3):
+    SEEN.clear()
+    model = randomise(Standardised())
+    _, model, optimizer, loader = start(
+        (model, torch.optim.SGD(model.parameters(), lr=0.1), build()[2]),
+        plan=plan(num_steps=steps),
+        grad_sample_mode=mode,
+    )
+    for x, y, _ in loader:
+        given = prepare(model, x) or {}
+        F.cross_entropy(model(given.pop("x", x), **given), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["auto", "functorch", "loop"])
+@pytest.mark.parametrize("prepare", BESIDE, ids=lambda prepare: prepare.__name__)
+def test_what_the_loop_makes_of_the_batch_reaches_the_model_as_arguments_only(prepare, mode):
+    """A spot check of one example alone would see the same statistic of the batch."""
+    with pytest.raises(
+        (ValueError, UnsupportedLayerError), match="What the model gets for one example"
+    ):
+        run_beside(prepare, mode)
+
+
+def fixed_statistic(model, x):
+    model.mean, model.scale = torch.full((6,), 0.5) * 2, 1.5
+
+
+def rows_as_argument(model, x):
+    x = x.clamp(-1, 1) / 2
+    return {"x": x, "scale": 0.5}
+
+
+def written_rows(model, x):
+    x.mul_(2)
+
+
+def logged_statistic(model, x):
+    SEEN["of the batch"] = x.mean(), x.std().item()
+
+
+@pytest.mark.parametrize("mode", ["auto", "functorch", "loop"])
+@pytest.mark.parametrize(
+    "prepare",
+    [fixed_statistic, rows_as_argument, written_rows, logged_statistic],
+    ids=lambda prepare: prepare.__name__,
+)
+def test_what_the_loop_prepares_row_by_row_or_only_logs_passes(prepare, mode):
+    run_beside(prepare, mode)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates of an LSTM from oneDNN's workspace, whose layout is not documented."""
+
+import pytest
+import torch
+from torch import nn
+
+from dualdp_torch.rules import matmul, rnn_backward, workspace
+from tests.dualdp_torch.checks import assert_exact, data, randomise
+
+
+class Last(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+@pytest.mark.parametrize(("steps", "n", "inputs", "width"), [(5, 3, 4, 3), (4, 2, 6, 64)])
+def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
+    """Rows of several paddings; the input in another order than oneDNN takes for granted."""
+    x, h, c = data(n, steps, inputs).transpose(0, 1), data(n, width), data(n, width, seed=2)
+    shapes = ((4 * width, inputs), (4 * width, width), (4 * width,), (4 * width,))
+    weights = tuple(data(*shape, seed=k) * 0.2 for k, shape in enumerate(shapes))
+    found = workspace.lstm_with_gates(x, h, c, weights)
+    if found is None:
+        assert not matmul.by_onednn(x)
+        pytest.skip("this build of torch has no oneDNN")
+    out, last_h, last_c, gates = found
+    cell = rnn_backward.Cell("lstm", *weights, None, None)
+    for ours, torchs in zip((out, last_h, last_c), cell.fused(x, h, c, weights), strict=True):
+        torch.testing.assert_close(ours, torchs)
+    sums = cell.gate_sums(x, torch.cat([h[None], out[:-1]]))
+    torch.testing.assert_close(gates, rnn_backward.lstm_gates(sums.clone(), None))
+    assert workspace.are_gates(gates, rnn_backward.lstm_cells(gates, c), last_c, sums[-1])
+
+
+@pytest.mark.parametrize("row", [lambda n: n, lambda n: n + 16, lambda n: 1 << 40])
+def test_a_workspace_of_another_layout_is_not_used(monkeypatch, row):
+    monkeypatch.setattr(workspace, "row_stride", row)
+    model = randomise(Last(nn.LSTM(4, 33, batch_first=True)))
+    assert_exact(model, data(3, 5, 4), methods=("auto", "book_keeping"))
