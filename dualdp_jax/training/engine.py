@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -103,6 +104,7 @@ class PrivacyEngine:
         self._rate = 0.0  # share of checked steps
         self._is_checked = False  # a check passed since the start or the last failure
         self._last: Callable[..., Stages] | None = None  # of the last step
+        self._returned = 0  # step of the state that was returned last
 
     @classmethod
     def loaded(cls, loaded: Loaded, group: Group | None) -> PrivacyEngine:
@@ -387,6 +389,14 @@ class PrivacyEngine:
         ledger, step = self._running(), int(batch.step)
         if step != ledger.position:
             ledger.require(step)  # raises
+        if state.step < self._returned:
+            warnings.warn(
+                f"step got a state of {state.step} steps after it had returned one of "
+                f"{self._returned}: what was learned since is lost, and its epsilon is spent. Keep "
+                "the state, as in state, metrics = step(state, batch); to go on from an older one "
+                "give it the newer number, older._replace(step=state.step).",
+                stacklevel=2,
+            )
         with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
             dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
             bound = ledger.max_grad_norm
@@ -410,6 +420,7 @@ class PrivacyEngine:
             metrics["unprotected_aux"] = [answer.aux for answer in answers]
         if run.plan.noise == "secure":
             self._last, metrics = None, {}
+        self._returned = state.step
         return state, {"step": step, **metrics}
 
     def _falls_back(self, run: CompiledStep) -> bool:

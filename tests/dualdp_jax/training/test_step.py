@@ -129,6 +129,16 @@ def test_a_batch_is_released_once():
     assert len(engine.ledger) == 1
 
 
+def test_an_older_state_is_told():
+    """A loop that keeps no state spends epsilon and learns nothing."""
+    _, step, first, loader = private(plan=make_plan())
+    batches = iter(loader.remaining())
+    state, _ = step(first, next(batches))
+    with pytest.warns(UserWarning, match="a state of 0 steps after it had returned one of 1.*Keep"):
+        step(first, next(batches))
+    step(state, next(batches))  # as new as what that call returned
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.layer = nnx.Linear(3, 1, rngs=rngs)
