@@ -38,7 +38,6 @@ from dualdp_jax.per_sample.methods import (
     Request,
     answer,
     check_method,
-    prepared,
 )
 from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
@@ -293,7 +292,7 @@ class CompiledStep:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(model, rows, dropout), rows.mask
         request = Request(SUM, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call), mask, rows.factors)
+        result = answer(request, call, mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -365,7 +364,7 @@ class CompiledStep:
 
     def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        return answer(Request(GRADS), prepared(self.call(model, rows, dropout))).leaves
+        return answer(Request(GRADS), self.call(model, rows, dropout)).leaves
 
 
 def _without_shards(totals: Totals) -> Totals:
