@@ -44,7 +44,6 @@ class ParameterUse:
 
     Attributes:
         primitive: name of the equation's primitive.
-        rule: `Rule` of the primitive.
         spec: `Spec` with the equation's parameters and the position of the weight.
         result: type of the result.
         loops: per loop around the use, outermost first, True if the weight differs at every step.
@@ -55,7 +54,6 @@ class ParameterUse:
     """
 
     primitive: str
-    rule: Rule
     spec: Spec
     result: ResultType
     loops: tuple[bool, ...]
@@ -63,6 +61,11 @@ class ParameterUse:
     is_rearrangement: bool
     order: tuple[int, ...] | None
     pull: Callable[[Sequence[Array], Array], dict[int, Array]]
+
+    @property
+    def rule(self) -> Rule:
+        """Rule of the primitive."""
+        return RULES[self.primitive]
 
 
 class DeferredUse(NamedTuple):
@@ -188,7 +191,6 @@ def _record_use(scope: Scope, found: DeferredUse) -> Array:
     scope.uses.append(
         ParameterUse(
             primitive=eqn.primitive.name,
-            rule=RULES[eqn.primitive.name],
             spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype, 0, summed),
             result=ResultType(result.shape, result.dtype, compat.varying_axes(result)),
             loops=(),
