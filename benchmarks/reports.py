@@ -99,24 +99,24 @@ def _cells(row: Row) -> list[str]:
 
 
 def speed_table(files: list[Results]) -> str:
-    """Return one table of both stacks: our sum, whole step and memory, and the best peer."""
-    lines = []
-    for results in files:
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in results.rows:
-            groups.setdefault((row.stack, point(row)), []).append(row)
-        for (stack, name), rows in groups.items():
-            ours = next((row for row in rows if row.system == OURS), None)
-            peers = [row for row in rows if row.system not in (OURS, NON_PRIVATE) and row.sum]
-            if ours is None or ours.sum is None:
-                continue
+    """Return one table, a line a workload: our sum and whole step, and the best peer's sum."""
+    measured = [row for results in files for row in results.rows if row.sum]
+    cells = {name: [name] for name in dict.fromkeys(row.workload for row in measured)}
+    header = [""]
+    for stack in dict.fromkeys(row.stack for row in measured):
+        header += [f"{stack}: clipped sum", "next best", "whole step"]
+        for name, line in cells.items():
+            found = [row for row in measured if (row.stack, row.workload) == (stack, name)]
+            ours = next((row for row in found if row.system == OURS), None)
+            peers = [row for row in found if row.system not in (OURS, NON_PRIVATE)]
             best = min(peers, key=lambda row: row.sum or 0.0, default=None)
-            next_best = f"{best.sum:.2f} ({best.system})" if best else ""
-            cells = [f"{stack}: {name}", time_text(ours.seconds), f"{ours.sum:.2f}", next_best]
-            lines.append([*cells, f"{ours.step or 0:.2f}", _memory(ours)])
-    header = ["", "non-private", "clipped sum", "next best", "whole step", "peak memory"]
+            line += [
+                f"{ours.sum:.2f}" if ours else "",
+                f"{best.sum:.2f} ({best.system})" if best else "",
+                f"{ours.step:.2f}" if ours and ours.step else "",
+            ]
     notes = "\n\n".join(circumstances(results) for results in files)
-    return f"{_table(header, lines)}\n{notes}\n"
+    return f"{_table(header, list(cells.values()))}\n{notes}\n"
 
 
 def update(page: Path, files: list[Results]) -> None:
