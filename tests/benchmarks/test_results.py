@@ -54,7 +54,7 @@ def test_the_readme_gets_its_table(found, tmp_path):
     page.write_text("before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n")
     on_jax = [replace(row, stack="jax", system=OURS, sum=1.0, step=None) for row in rows()[1:2]]
     reports.update(page, [found, replace(found, rows=on_jax)])
-    assert "| mlp | 1.25 | 2.50 (peer) | 1.50 | 1.00 |  |  |" in page.read_text()
+    assert "| mlp, 4 | 1.25 | 2.50 (peer) | 1.50 | 1.00 |  |  |" in page.read_text()
     assert "old" not in page.read_text()
     page.write_text("nothing")
     with pytest.raises(ValueError, match="has no place for the table"):
