@@ -126,7 +126,7 @@ class Experiment:
         rows = slice(0, NUM_COMPARED_EXAMPLES)
         ours, theirs = self.torch.per_sample_grads(rows), self.jax.per_sample_grads(rows)
         pairs = {
-            leaf: (ours[leaf.torch_name], leaf.to_torch(theirs[leaf.jax_index], batch_axes=1))
+            leaf: (ours[leaf.torch_name], leaf.to_torch(theirs, batch_axes=1))
             for leaf in self.layout
         }
         whole = np.sqrt(sum(_norms(b) ** 2 for _, b in pairs.values()))
@@ -167,18 +167,16 @@ class Experiment:
         """JAX run that continues the PyTorch run."""
         run = type(self.jax)(self.settings, *self.digits)
         run.name = "switched"
-        params = port.to_jax(self.torch.model, like=run.params)
-        state = port.optimizer_to_jax(
-            self.torch.optimizer, self.torch.model, like=run.optimizer_state, params=run.params
-        )
-        run.take_over(params, state, self.plan, steps)
+        models = self.torch.model, self.torch.momentum()
+        params, momentum = (port.to_jax(model, like=run.params) for model in models)
+        run.take_over(params, momentum, self.plan, steps)
         return run
 
     def _point(self, step: int) -> Point:
         """State of all runs after `step` steps."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
         differences = {
-            leaf.torch_name: _relative(ours[leaf.torch_name], leaf.to_torch(theirs[leaf.jax_index]))
+            leaf.torch_name: _relative(ours[leaf.torch_name], leaf.to_torch(theirs))
             for leaf in self.layout
         }
         worst = max(differences, key=lambda name: _nan_is_worst(differences[name]))
@@ -186,7 +184,9 @@ class Experiment:
         switched = None
         if self.switched is not None:
             runs.append(self.switched)
-            switched = max(map(_relative, self.switched.parameters(), theirs), key=_nan_is_worst)
+            moved = self.switched.parameters()
+            apart = (_relative(moved[path], array) for path, array in theirs.items())
+            switched = max(apart, key=_nan_is_worst)
         scores = {run.name: run.evaluate() for run in runs}
         return Point(
             step,

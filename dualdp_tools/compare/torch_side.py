@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,13 @@ class TorchRun:
     def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return name -> array."""
         return dpt.weights.to_numpy(self.model)
+
+    def momentum(self) -> nn.Module:
+        """Return a model like this one with the optimizer's momentum in place of its weights."""
+        held = copy.deepcopy(self.model)
+        for own, parameter in zip(self.model.parameters(), held.parameters(), strict=True):
+            parameter.data = self.optimizer.state[own]["momentum_buffer"]
+        return held
 
     def evaluate(self) -> tuple[float, float]:
         """Return (mean loss, accuracy) on the held-out digits."""

@@ -10,7 +10,6 @@ from flax import linen, nnx
 from torch import nn
 
 from dualdp import port
-from dualdp.porting import layouts
 from tests.cases import pairs
 
 #: Those of linen are fast; nnx traces and compiles its modules for seconds.
@@ -124,8 +123,3 @@ def test_attention_that_differs_is_refused(options, heads, message):
     params = {"layer": layer.init(jax.random.key(0), jnp.zeros((1, 2, 6)))["params"]}
     with pytest.raises(ValueError, match=message):
         port.to_jax(net, like=params)
-
-
-def test_a_line_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"'weight\[1of4\]' is no line of LAYOUTS"):
-        layouts.Term.parse("weight[1of4]")
