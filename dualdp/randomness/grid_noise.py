@@ -40,7 +40,6 @@ CLIP_MARGIN = 1e-4
 BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
 _AES_BLOCK = 16  # bytes
 _KEY_BYTES = 32
-_ZEROS = bytes(8 * BLOCK)
 _MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
 
 
@@ -83,7 +82,7 @@ def keystream(key: bytes, first_block: int, num_bytes: int) -> bytes:
         ) from error
     counter = modes.CTR(first_block.to_bytes(_AES_BLOCK, "big"))
     encryptor = Cipher(algorithms.AES(key), counter).encryptor()
-    return encryptor.update(_ZEROS[:num_bytes] if num_bytes < len(_ZEROS) else bytes(num_bytes))
+    return encryptor.update(bytes(num_bytes))
 
 
 def words(bits: bytes, count: int, *, stream: int = 0) -> NDArray[np.uint64]:
