@@ -170,7 +170,6 @@ def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
     ("like", "message"),
     [
         (lambda: jax_state(dtype=jnp.bfloat16), r"parameters are \['float32'\], .* \['bfloat16'\]"),
-        (lambda: jax_state(optax.sgd(0.1, momentum=0.9)), r"Adam keeps \['mu', 'nu'\] .* \['trace"),
         (
             lambda: jax_state(trainable={"params": {"body": False, "head": True}}),
             r"trains \['params/body/bias', 'params/body/kernel'\]",

@@ -233,17 +233,15 @@ def test_what_optax_has_not_is_refused(make, message):
 
 def test_half_a_state_and_uneven_counts_are_refused():
     here = Torch("momentum", "float32")
-    like = Jax(here).state
     here.model.weight.grad = torch.ones(4, 3)
     here.optimizer.step()
     with pytest.raises(ValueError, match=r"lacks 'momentum_buffer' for \['bias'\]"):
-        to_jax(here.model, here.optimizer, like)
+        to_jax(here.model, here.optimizer, Jax(here).state)
     here = Torch("adam", "float32")
-    like = Jax(here).state
     here.step(next(gradients("float32")))
     here.optimizer.state[here.model.bias]["step"] += 1
     with pytest.raises(ValueError, match=r"have seen \[1, 2\] updates. Expected one number"):
-        to_jax(here.model, here.optimizer, like)
+        to_jax(here.model, here.optimizer, Jax(here).state)
 
 
 def test_dampening_needs_a_first_step():
