@@ -14,6 +14,7 @@ import numpy as np
 
 from dualdp import _validate, port
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.porting import parameter_map
 from dualdp_tools.compare import digits
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ class Experiment:
         """JAX run that continues the PyTorch run."""
         run = type(self.jax)(self.settings, *self.digits)
         run.name = "switched"
-        models = self.torch.model, self.torch.momentum()
-        params, momentum = (port.to_jax(model, like=run.params) for model in models)
+        params = port.to_jax(self.torch.model, like=run.params)
+        momentum = parameter_map.to_jax(self.layout, self.torch.momentum())
         run.take_over(params, momentum, self.plan, steps)
         return run
 
@@ -184,9 +185,8 @@ class Experiment:
         switched = None
         if self.switched is not None:
             runs.append(self.switched)
-            moved = self.switched.parameters()
-            apart = (_relative(moved[path], array) for path, array in theirs.items())
-            switched = max(apart, key=_nan_is_worst)
+            moved = self.switched.parameters().values()
+            switched = max(map(_relative, moved, theirs.values()), key=_nan_is_worst)
         scores = {run.name: run.evaluate() for run in runs}
         return Point(
             step,

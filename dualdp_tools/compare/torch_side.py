@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +119,10 @@ class TorchRun:
         """Return name -> array."""
         return dpt.weights.to_numpy(self.model)
 
-    def momentum(self) -> nn.Module:
-        """Return a model like this one with the optimizer's momentum in place of its weights."""
-        held = copy.deepcopy(self.model)
-        for own, parameter in zip(self.model.parameters(), held.parameters(), strict=True):
-            parameter.data = self.optimizer.state[own]["momentum_buffer"]
-        return held
+    def momentum(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return name -> array of the optimizer's momentum."""
+        held = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        return {name: state["momentum_buffer"].numpy().copy() for name, state in held.items()}
 
     def evaluate(self) -> tuple[float, float]:
         """Return (mean loss, accuracy) on the held-out digits."""
