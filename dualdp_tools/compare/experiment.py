@@ -176,10 +176,8 @@ class Experiment:
     def _point(self, step: int) -> Point:
         """State of all runs after `step` steps."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
-        differences = {
-            leaf.torch_name: _relative(ours[leaf.torch_name], leaf.to_torch(theirs))
-            for leaf in self.layout
-        }
+        there = {leaf.torch_name: leaf.to_torch(theirs) for leaf in self.layout}
+        differences = {name: _relative(ours[name], array) for name, array in there.items()}
         worst = max(differences, key=lambda name: _nan_is_worst(differences[name]))
         runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
         switched = None

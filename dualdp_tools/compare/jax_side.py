@@ -99,10 +99,8 @@ class JaxRun:
         self.start(params)
         self.follow(plan)
         self.engine.record(num_steps=steps)
-        state = (
-            optax.TraceState(dpj.weights.from_named(params, momentum)),
-            *self.state.opt_state[1:],
-        )
+        trace = optax.TraceState(dpj.weights.from_named(params, momentum))
+        state = trace, *self.state.opt_state[1:]
         self.state = self.state._replace(opt_state=state, step=steps)
 
     def private_step(self, step: int) -> None:
