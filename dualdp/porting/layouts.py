@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _QKV = ("query", "key", "value")
+RECURRENT = ("lstm", "gru", "rnn")
 
 # kind of torch module | its parameters: [1/4] is the second quarter of axis 0, + a sum, [2/3 = 0] a
 # part without counterpart in JAX | path below the Flax module | layout. What is not listed, as most
@@ -37,8 +38,6 @@ LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
     *(("lstm", f"weight_hh[{n}/4]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("ifgo")),
     *(("lstm", f"bias_ih[{n}/4] + bias_hh[{n}/4]", f"h{g}/bias", "o -> o") for n, g in
       enumerate("ifgo")),
-    ("lstm", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("lstm", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("lstm", "bias_ih + bias_hh", "dense_h/bias", "o -> o"),
     *(("gru", f"weight_ih[{n}/3]", f"i{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
     *(("gru", f"weight_hh[{n}/3]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
@@ -46,20 +45,16 @@ LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
       enumerate("rz")),
     ("gru", "bias_ih[2/3]", "in/bias", "o -> o"),
     ("gru", "bias_hh[2/3]", "hn/bias", "o -> o"),
-    ("gru", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("gru", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("gru", "bias_ih + bias_hh[2/3 = 0]", "dense_i/bias", "o -> o"),
+    *((k, f"weight_{w}h", f"dense_{w}/kernel", "o i -> i o") for k in RECURRENT for w in "ih"),
     ("rnn", "weight_ih", "i/kernel", "o i -> i o"),
     ("rnn", "weight_hh", "h/kernel", "o i -> i o"),
     ("rnn", "bias_ih + bias_hh", "i/bias", "o -> o"),
-    ("rnn", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("rnn", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("rnn", "bias_ih + bias_hh", "dense_i/bias", "o -> o"),
 )  # fmt: skip
 
 _LAYER = re.compile(r"(weight|bias)_(ih|hh|hr)_(l\d+(?:_reverse)?)")
 ROOTS = ("", "params/", "batch_stats/")
-RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True)
