@@ -74,10 +74,10 @@ def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
-def leaf_paths(tree: PyTree, separator: str = ".") -> list[tuple[str, Any]]:
+def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
     """Return (path as text, leaf) of every leaf."""
     return [
-        (jax.tree_util.keystr(variable_path(path), simple=True, separator=separator), leaf)
+        (jax.tree_util.keystr(variable_path(path), simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
 

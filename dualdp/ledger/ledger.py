@@ -491,7 +491,7 @@ class Ledger:
         size = plan.expected_batch_size_at(step)
         stddev = plan.max_grad_norm.count_stddev(size)
         if plan.noise == "secure":  # the count is a multiple of 1/2
-            noise = round(2 * stddev * float(grid_noise.normals(bits, 1)[0])) / 2
+            noise = float(grid_noise.grid_noise(bits, cells=2 * stddev, size=1)[0]) / 2
         else:
             noise = stddev * float(normal(key_of(bits), (), dtype=np.float64))
         return float((num_below - num_rows / 2 + noise) / size + 0.5)

@@ -68,7 +68,7 @@ def run_document(
 ) -> RunDocument:
     """Return the document of a checkpoint at `path`; the ledger is in a file from now on."""
     document = describe_run(engine, settings, model, path)
-    document["optimizer"], document["layout"] = described, weights.layout(model)
+    document["optimizer"], document["layout"] = described, weights.description(model)
     document["noise_layout"] = parameter_map.to_json(engine.noise_layout or ())
     return document
 

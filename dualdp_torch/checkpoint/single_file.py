@@ -150,7 +150,7 @@ def converted(
     check_kinds(model, optimizer, "model")
     ours = model_tensors(model)
     described = {
-        "layout": weights.layout(model),
+        "layout": weights.description(model),
         "trained": [name for name, p in model.named_parameters() if p.requires_grad],
         "parameters": [name for name, _ in model.named_parameters()],
         "optimizer": named_state(optimizer, model)[1],
