@@ -5,6 +5,10 @@ Training adds stddev * (C^-1 z)_t to the clipped sum of step t, with z_t indepen
 normals. The run is the Gaussian mechanism C G + stddev * z, followed by the public map C^-1, and
 as private as that, also for gradients that depend on earlier releases (Denisov et al. 2022, arXiv
 2202.08312, Theorem 2.1). In DP-SGD C is the identity.
+
+A strategy is judged by its error in a workload A, sums of noisy gradients: SGD has moved by row t
+of A (G + C^-1 z) after step t, so row t of A C^-1 z is the noise in its parameters. A is lower
+triangular and Toeplitz too, and given by its first column.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
-from dualdp.plan.correlated.filters import filtered, impulse
+from dualdp.plan.correlated.filters import convolved, filtered, impulse
 from dualdp.plan.correlated.sensitivity import PATTERNS, participations, squared_sensitivity
-from dualdp.plan.correlated.workloads import MOST_STEPS, numbers, row_errors
 
 Vector = NDArray[np.float64]
+MOST_STEPS = 10**7
 #: Most numbers in a strategy: each weight costs a normal a step, each buffer a row of memory.
 MOST = {"weights": 10**5, "bands": 10**5, "decays": 256, "scales": 256, "buffers": 256}
 #: Largest coefficient: its square, summed over all steps, is finite.
@@ -304,6 +308,60 @@ def blt_inverse(decays: Vector, scales: Vector) -> tuple[Vector, Vector]:
     root = np.sqrt(scales)
     values, vectors = np.linalg.eigh(np.diag(decays) - np.outer(root, root))
     return values, -((root @ vectors) ** 2)
+
+
+def workload(num_steps: int, *, momentum: float = 0.0) -> Vector:
+    """Return the workload of SGD at a constant rate, for `workload=` of the errors and `optimise`.
+
+    Args:
+        num_steps: number of steps, n.
+        momentum: float in [0, 1), heavy ball.
+
+    Returns:
+        (n,) first column of A, 1 + momentum + ... + momentum^j.
+
+    >>> workload(4, momentum=0.5)
+    array([1.   , 1.5  , 1.75 , 1.875])
+    """
+    n = _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
+    beta = _validate.real("momentum", momentum)
+    if not 0 <= beta < 1:
+        raise ValueError(f"momentum={momentum!r} is out of range. Expected a number in [0, 1).")
+    return np.cumsum(np.asarray(beta ** np.arange(n), dtype=np.float64))
+
+
+def checked_workload(workload: ArrayLike | None, n: int) -> Vector:
+    """Return the first column (n,) of a workload of n steps; None is that of prefix sums."""
+    if workload is None:
+        return np.ones(n)
+    column = numbers("workload", workload)
+    if column.shape != (n,):
+        raise ValueError(
+            f"workload has shape {column.shape}. Expected ({n},), its first column, for "
+            f"num_steps={n}."
+        )
+    return column
+
+
+def row_errors(inverse: Vector, workload: ArrayLike | None) -> Vector:
+    """Return (n,) squared norms of the rows of A C^-1, from the first column of C^-1."""
+    if workload is None:
+        return np.cumsum(np.cumsum(inverse) ** 2)
+    return np.cumsum(convolved(checked_workload(workload, len(inverse)), inverse) ** 2)
+
+
+def numbers(name: str, values: ArrayLike) -> Vector:
+    """Return a float64 array of finite numbers; raise on anything else."""
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind not in "fiu":
+            raise TypeError
+        array = array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is a {type(values).__name__}. Expected numbers.") from error
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} holds a number that is not finite. Expected finite numbers.")
+    return array
 
 
 FAMILIES: Mapping[str, type[Strategy]] = {
