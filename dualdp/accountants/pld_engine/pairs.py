@@ -25,9 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from dualdp.accountants.closed_forms import log_mixture
-from dualdp.accountants.search import bisect_arrays
-
 Array = NDArray[np.floating[Any]]
 Index = NDArray[np.int64]
 
@@ -159,6 +156,26 @@ class Subsampled:
 def quantile(tail: float) -> float:
     """Return z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
     return math.sqrt(-2 * math.log(2 * min(tail, 0.1)))
+
+
+def log_mixture(rate: Any, exponent: Any) -> Any:
+    """log(1 - q + q e^exponent), elementwise: accurate near 0 and without overflow."""
+    growth = rate * np.expm1(np.minimum(exponent, 30.0))
+    is_small = (exponent < 30.0) & (growth > -0.99)  # below, 1 + growth cancels
+    with np.errstate(divide="ignore"):
+        large = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return np.where(is_small, np.log1p(np.maximum(growth, -0.99)), large)
+
+
+def bisect_arrays(
+    increasing: Callable[[Array], Array], target: Array, low: Array, high: Array
+) -> Array:
+    """Return the (points,) upper ends of 80 bisections of `increasing(x) >= target`."""
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        is_below = increasing(middle) < target
+        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+    return high
 
 
 @dataclasses.dataclass(frozen=True)

@@ -283,16 +283,6 @@ def test_rounds_of_cyclic_poisson_count_what_holds_their_draw(stop):
     np.testing.assert_allclose(found, sorted(worst_of_round), rtol=1e-9)
 
 
-def test_plans_calibrate_and_come_back():
-    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
-    for changes in ({"correlation": BISR}, {**CYCLIC, "correlation": BAND}, {"correlation": BLT}):
-        plan = dualdp.PrivacyPlan.calibrate(target_epsilon=1.5, **{**arguments, **changes})
-        assert 1.49 < plan.epsilon() <= 1.5
-        again = dualdp.PrivacyPlan.from_json(plan.to_json())
-        assert again == plan
-        assert again.epsilon() == plan.epsilon()
-
-
 @pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "shuffle"}, {"sampler": "poisson"}])
 def test_no_steps_cost_nothing(changes):
     plan = make(**changes, num_steps=0)
