@@ -176,6 +176,9 @@ def test_calibrate_needs_an_end_and_no_noise():
         ({"seed": "abc"}, "seed='abc' is a str"),
         ({"target_epsilon": -1.0}, "target_epsilon=-1.0 is out of range"),
         ({"on_budget": "warn"}, "on_budget='warn' is unknown. Expected one of raise"),
+        ({"unit": "person"}, "unit='person' is unknown. Expected one of example, user"),
+        ({"unit": "user"}, "rows_per_unit is missing beside unit='user'"),
+        ({"unit": "user", "rows_per_unit": 0}, "rows_per_unit=0 is out of range"),
     ],
 )
 def test_bad_arguments_are_one_sentence(changes, message):
