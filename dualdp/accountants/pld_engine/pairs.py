@@ -11,6 +11,11 @@ the last two >= 0 and, for subsampled mechanisms, computed without the cancellat
 definition. Each number has an error bound, so that later results can be rounded in the safe
 direction. Swapping P and Q negates the loss, and makes the deficit of Q the surplus.
 
+A `PairFamily` holds the pairs of several mechanisms of one kind, one per row: `span(tail)` are the
+(rows,) losses below and above which P and Q hold at most about `tail`, `variance()` the (rows,)
+approximate variances of the loss, for the choice of the grid, and `cells(rows, g, of_q)` the table
+of P of some rows on the edges `g`, or that of Q.
+
 Why these pairs dominate: docs/accounting.md, section 2.
 """
 
@@ -19,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,31 +59,6 @@ class Cells:
         tables = (self.mass, self.excess, self.mass_error, self.excess_error)
         mass, excess, error, doubt = [table[:, ::-1] for table in tables]
         return Cells(mass, excess, error, doubt, self.above, self.below, self.slack)
-
-
-class PairFamily(Protocol):
-    """Dominating pairs of several mechanisms of one kind, one per row."""
-
-    def span(self, tail: float) -> tuple[Array, Array]:
-        """Return the (rows,) losses below and above which P and Q hold at most about `tail`."""
-        ...
-
-    def variance(self) -> Array:
-        """Return the (rows,) approximate variance of the loss, for the choice of the grid."""
-        ...
-
-    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
-        """Return the table of P of some rows on the edges `g`, or that of Q."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
-
-    pairs: PairFamily
-    counts: Array
-    flipped: bool = False
 
 
 #: (rows, cells) masses and their errors, (rows,) masses below and above the edges.
@@ -401,6 +381,18 @@ class FixedSize:
         slack = np.maximum(low.slack, high.slack)
         cells = Cells(mass, excess, error, doubt, low.below, high.above, slack)
         return cells.reversed() if of_q else cells
+
+
+PairFamily = Subsampled | Monotone | Atoms | FixedSize
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
+
+    pairs: PairFamily
+    counts: Array
+    flipped: bool = False
 
 
 def _atoms(p: Array, q: Array, error: float = 4 * U) -> Atoms:
