@@ -10,6 +10,7 @@ import pytest
 from dualdp import accountants, correlated, mechanisms
 from dualdp.plan import accounting
 from tests.dualdp.plan import test_accounting
+from tests.dualdp.plan.test_accounting import modes
 
 FAMILIES = {
     "identity": correlated.band((1.0,)),
@@ -26,16 +27,6 @@ TABLE = {
 
 def make(**changes):
     return test_accounting.make(**{"sampler": "balls_in_bins", "num_steps": 15, **changes})
-
-
-def modes(column, steps, gap):
-    """(gap, steps) what a unit of each bin may add to each row, by plain loops."""
-    return np.array(
-        [
-            [sum(abs(column[t - j]) for j in range(i, t + 1, gap)) for t in range(steps)]
-            for i in range(min(gap, steps))
-        ]
-    )
 
 
 def deltas(rng, mode, stddev, epsilon, samples):
