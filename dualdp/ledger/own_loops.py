@@ -38,7 +38,8 @@ def take_any(num_releases: int) -> list[tuple[int | None, Release]]:
     Raises:
         AccountingError: there are fewer whose noise was not drawn.
     """
-    waiting = [(loop, step) for loop in list(_OPEN.values()) for step in sorted(loop.waiting)]
+    loops = [loop for loop in _OPEN.values() if loop.unused]
+    waiting = [(loop, step) for loop in loops for step in sorted(loop.waiting)]
     if len(waiting) < num_releases:
         raise AccountingError(
             f"Noise of {num_releases} releases was asked for, and {len(waiting)} are on record "

@@ -14,7 +14,7 @@ triangular and Toeplitz too, and given by its first column.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -56,7 +56,7 @@ class Strategy:
         Raises:
             ValueError: it grows past 1e100.
         """
-        return self._finite("C", self._strategy(_steps(num_steps)))
+        return self._column("C", self._strategy, num_steps)
 
     def inverse(self, num_steps: int) -> Vector:
         """Return (num_steps,) float64, the first column of C^-1: z_(t-j) has the weight w_j.
@@ -64,7 +64,7 @@ class Strategy:
         Raises:
             ValueError: it grows past 1e100.
         """
-        return self._finite("C^-1", self._inverse(_steps(num_steps)))
+        return self._column("C^-1", self._inverse, num_steps)
 
     def sensitivity(
         self,
@@ -119,7 +119,8 @@ class Strategy:
         """(n,) first column of C^-1."""
         raise NotImplementedError
 
-    def _finite(self, name: str, column: Vector) -> Vector:
+    def _column(self, name: str, of: Callable[[int], Vector], num_steps: int) -> Vector:
+        column = of(_validate.integer("num_steps", num_steps, maximum=MOST_STEPS))
         if not np.all(np.abs(column) <= _LARGEST):
             raise ValueError(
                 f"{name} of {self!r:.80} grows past {_LARGEST:g} within {len(column)} steps. "
@@ -397,10 +398,6 @@ def from_json(name: str, data: Mapping[str, Any]) -> Strategy:
             f"{name} is not a stored strategy ({error}). Expected what a plan wrote: a family of "
             f"{', '.join(FAMILIES)} with its numbers."
         ) from error
-
-
-def _steps(num_steps: int) -> int:
-    return _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
 
 
 def _padded(weights: tuple[float, ...], n: int) -> Vector:
