@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp.ledger.own_loops import OwnLoop
+from dualdp.ledger.ledger import Ledger
 from dualdp.plan.plan import PrivacyPlan
 
 PyTree = Any
@@ -64,18 +64,19 @@ class Origin(Frame):
     def __init__(self, plan: PrivacyPlan, data: tuple[PyTree, ...]) -> None:
         super().__init__(data)
         self.plan = plan
-        self._loop: weakref.ref[OwnLoop] | None = None
+        self._loop: weakref.ref[Ledger] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loop": None}  # a pickle leads to no run
 
     @property
-    def loop(self) -> OwnLoop | None:
+    def loop(self) -> Ledger | None:
         """Loop of the user's own that records the releases; None if there is none, or it ended."""
-        return None if self._loop is None else self._loop()
+        ledger = None if self._loop is None else self._loop()
+        return None if ledger is None or ledger.unused is None else ledger
 
     @loop.setter
-    def loop(self, loop: OwnLoop) -> None:
+    def loop(self, loop: Ledger) -> None:
         self._loop = weakref.ref(loop)
 
 
@@ -133,7 +134,7 @@ class Chunk:
         return self.origin.plan
 
     @property
-    def loop(self) -> OwnLoop | None:
+    def loop(self) -> Ledger | None:
         """Loop of the user's own that records its release; None if there is none."""
         return self.origin.loop
 

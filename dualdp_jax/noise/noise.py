@@ -461,7 +461,7 @@ def _at(plan: PrivacyPlan, step: int | Array, *names: str) -> Array | float:
             f"{names[0]} follows a schedule without end. Expected num_steps= in the plan."
         )
     steps = np.arange(plan.num_steps)
-    table = np.prod([np.asarray(getattr(plan, name).at(steps)) for name in names], axis=0)
+    table = np.prod([plan.values(name, steps) for name in names], axis=0)
     return jnp.asarray(table).at[step].get(mode="fill", fill_value=math.nan)
 
 

@@ -324,7 +324,7 @@ class PrivacyEngine:
         """
         loader = self._planned(data, plan, plan_arguments, data_mesh_of(data_sharding), users)
         self._begin(loader, ledger)
-        loader.origin.loop = loop = own_loops.open_loop(loader.plan, self.ledger)
+        loader.origin.loop = loop = own_loops.open_loop(self.ledger)
         loop.source = NoiseSource(loader.plan, self.ledger.segments[-1].noise_scale)
         loader.handed_out.begun = self.ledger.position
         return loader
@@ -473,7 +473,6 @@ class PrivacyEngine:
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
-        self.ledger.own_loop = None  # noise that was not asked for is drawn by nobody
         self._is_detached, self._run, self._last = True, None, None
 
     @compat.promoting

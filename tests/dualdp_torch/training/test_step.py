@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import dualdp_torch as dpt
 from dualdp import AccountingError
 from dualdp.plan import schedules
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
 from dualdp_torch.noise.noise import NoiseSource
 from tests.dualdp_torch.checks import randomise
 from tests.dualdp_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
@@ -249,7 +249,7 @@ def test_per_sample_gradients_can_be_kept(mode, size):
     assert stages.unprotected_grads.keys() == truth.keys()
     for name, grads in truth.items():
         torch.testing.assert_close(stages.unprotected_grads[name], grads)
-    factors = clip_factors(stages.unprotected_norms, 0.5, xp=torch)
+    factors = factors_for("flat", stages.unprotected_norms, 0.5, xp=torch)
     for name, grads in stages.unprotected_grads.items():
         total = torch.tensordot(factors, grads, 1)
         torch.testing.assert_close(stages.unprotected_sum[name], total)
