@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 
 from dualdp import checkpoint
 from dualdp.checkpoint import PathLike, RunDocument
@@ -24,6 +22,7 @@ from dualdp_jax.checkpoint.single_file import (
     named_arrays,
     restored_state,
     run_document,
+    write_file,
 )
 from dualdp_jax.parallel.process_group import Group, on_first
 from dualdp_jax.training.engine import PrivacyEngine
@@ -65,7 +64,7 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
 
     number, document = on_first(group, "the sharded checkpoint", describe)
     args = ocp.args
-    parts = args.Composite(arrays=args.PyTreeSave(arrays), run=args.JsonSave(document))
+    parts = args.Composite(arrays=args.StandardSave(arrays), run=args.JsonSave(document))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
         writer.save(checkpoint.numbered(folder, number), args=parts)
 
@@ -114,12 +113,10 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
         ModuleNotFoundError: Orbax is not installed.
     """
     number, document = _document(folder)
-    arrays = _arrays(folder, number, dict.fromkeys(document["arrays"]))
-    low = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    arrays |= {name: arrays[name].view(np.uint16) for name in low}
-    moved = {**checkpoint.relocated(document, folder, path), "bfloat16": low}
+    types = {name: jax.ShapeDtypeStruct(s, t) for name, (t, s) in document["arrays"].items()}
+    moved = checkpoint.relocated(document, folder, path)
     del moved["arrays"]
-    checkpoint.write(path, arrays, moved)
+    write_file(path, _arrays(folder, number, types), moved)
 
 
 def _orbax() -> Any:
@@ -143,26 +140,20 @@ def _document(folder: PathLike) -> tuple[int, RunDocument]:
         group, "the newest checkpoint", lambda: max(checkpoint.numbers(folder), default=0)
     )
     checkpoint.require_numbered(folder, newest)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        parts = ocp.args.Composite(run=ocp.args.JsonRestore())
-        document = reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"]
+    document = _restored(folder, newest, run=ocp.args.JsonRestore())["run"]
     checkpoint.require_version(document, str(folder))
     return newest, document
 
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays for None."""
+    """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays."""
+    target = _orbax().args.StandardRestore(dict(like))
+    return dict(_restored(folder, number, arrays=target)["arrays"])
+
+
+def _restored(folder: PathLike, number: int, **parts: Any) -> Mapping[str, Any]:
+    """Parts of a checkpoint, by Orbax."""
     ocp = _orbax()
-
-    def how(leaf: jax.Array | np.ndarray | None) -> Any:
-        if isinstance(leaf, jax.Array):
-            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-
-    restore_args = {name: how(leaf) for name, leaf in like.items()}
-    item = {name: 0 if leaf is None else leaf for name, leaf in like.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        parts = ocp.args.Composite(
-            arrays=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-        )
-        return dict(reader.restore(checkpoint.numbered(folder, number), args=parts)["arrays"])
+        name = checkpoint.numbered(folder, number)
+        return reader.restore(name, args=ocp.args.Composite(**parts))  # type: ignore[no-any-return]
