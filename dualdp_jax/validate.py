@@ -37,7 +37,7 @@ class Finding:
 
 @compat.promoting
 def validate(
-    loss_fn: Callable[..., Any], what: PyTree, *batch: PyTree, **options: Any
+    loss_fn: Callable[..., PyTree], what: PyTree, *batch: PyTree, **options: Any
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
