@@ -42,10 +42,15 @@ def start(plan=None, rate=0.1, **changes):
     return runs.private(plan=plan or make_plan(), **arguments(rate, **changes))
 
 
-def load(path, rate=0.1, **changes):
-    given = arguments(rate, **changes)
+def loaded(path, ledger=None, **changes):
+    """Engine of a checkpoint, and the arguments with which it goes on."""
+    given = arguments(**changes)
     like = dpj.TrainState.create(given["params"], given["optimizer"])
-    engine = dpj.load_checkpoint(path, like=like)[1]
+    return dpj.load_checkpoint(path, like=like, ledger=ledger)[1], given
+
+
+def load(path, ledger=None, **changes):
+    engine, given = loaded(path, ledger, **changes)
     return engine, *engine.resume(**given)
 
 
@@ -56,9 +61,20 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(mine, other)
 
 
-def saved(tmp_path):
+def saved(tmp_path, num_steps=1, **changes):
+    """Path of the checkpoint of a run that ends after some steps."""
     path = tmp_path / "run.ckpt"
-    engine, step, state, loader = start()
-    dpj.save_checkpoint(path, state=train(step, state, loader, 1), engine=engine)
+    engine, step, state, loader = start(**changes)
+    dpj.save_checkpoint(path, state=train(step, state, loader, num_steps), engine=engine)
     engine.detach()
     return path
+
+
+def interrupted(path, run):
+    """State at the end of a run that was saved after two steps."""
+    engine, step, state, loader = runs.private(plan=make_plan(), **run)
+    state = train(step, state, loader, 2)
+    dpj.save_checkpoint(path, state=state, engine=engine)
+    end = train(step, state, loader)
+    engine.detach()
+    return end
