@@ -14,16 +14,7 @@ import jax
 
 from dualdp import checkpoint
 from dualdp.checkpoint import PathLike, RunDocument
-from dualdp_jax.checkpoint.single_file import (
-    check_fits,
-    check_like,
-    check_saved,
-    loaded_engine,
-    named_arrays,
-    restored_state,
-    run_document,
-    write_file,
-)
+from dualdp_jax.checkpoint import single_file
 from dualdp_jax.parallel.process_group import Group, on_first
 from dualdp_jax.training.engine import PrivacyEngine
 from dualdp_jax.training.step import TrainState
@@ -51,14 +42,14 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
         Resumed, on this mesh or another, the run goes on where it was.
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
-    check_saved(state, engine)
+    single_file.check_saved(state, engine)
     ocp = _orbax()
 
-    arrays, group = named_arrays(state), engine.group
+    arrays, group = single_file.named_arrays(state), engine.group
 
     def describe() -> tuple[int, RunDocument]:
         checkpoint.make_folder(folder)
-        document = run_document(state, engine, folder)
+        document = single_file.run_document(state, engine, folder)
         document["arrays"] = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         return 1 + max(checkpoint.numbers(folder), default=0), document
 
@@ -91,12 +82,12 @@ def load_sharded_checkpoint(
         ModuleNotFoundError: Orbax is not installed.
         ValueError: it is of another model or optimizer.
     """
-    check_like(like)
+    single_file.check_like(like)
     number, document = _document(folder)
-    check_fits(document["arrays"], like)
-    arrays = _arrays(folder, number, named_arrays(like))
-    state = restored_state(arrays, document["position"], like)
-    return state, loaded_engine(state, document, folder, ledger)
+    single_file.check_fits(document["arrays"], like)
+    arrays = _arrays(folder, number, single_file.named_arrays(like))
+    state = single_file.restored_state(arrays, document["position"], like)
+    return state, single_file.loaded_engine(state, document, folder, ledger)
 
 
 def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
@@ -116,7 +107,7 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     types = {name: jax.ShapeDtypeStruct(s, t) for name, (t, s) in document["arrays"].items()}
     moved = checkpoint.relocated(document, folder, path)
     del moved["arrays"]
-    write_file(path, _arrays(folder, number, types), moved)
+    single_file.write_file(path, _arrays(folder, number, types), moved)
 
 
 def _orbax() -> Any:

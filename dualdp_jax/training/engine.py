@@ -83,8 +83,10 @@ class PrivacyEngine:
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         self._accountant = accountant if accountant is None else require_bound(accountant)
-        self._secure_mode, self._names_delta = bool(secure_mode), False
+        is_secure = bool(secure_mode)
+        self._plan_of = partial(plan_of, accountant=self._accountant, secure_mode=is_secure)
         self.keep_per_sample = False
+        self._names_delta = False  # a plan or a target named it
         self._ledger: Ledger | None = None
         self._group: Group | None = None
         self._is_detached = False
@@ -252,12 +254,10 @@ class PrivacyEngine:
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
         _, num_units = units_of(data, arguments.get("users"), arguments.get("augment"))
-        plan = plan_of(
+        plan = self._plan_of(
             arguments.pop("plan", None),
             given,
             num_examples=num_units,
-            accountant=self._accountant,
-            secure_mode=self._secure_mode,
             calibrates=True,
             method="make_private_with_epsilon",
         )
@@ -331,13 +331,7 @@ class PrivacyEngine:
         (rows, num_units), examples = units_of(data, users, augment), examples_of(data)
         if self._loaded is None:
             self._names_delta = names_delta(plan, given)
-            plan = plan_of(
-                plan,
-                given,
-                num_examples=num_units,
-                accountant=self._accountant,
-                secure_mode=self._secure_mode,
-            )
+            plan = self._plan_of(plan, given, num_examples=num_units)
         elif plan is not None or given:
             raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "

@@ -29,21 +29,11 @@ from dualdp_jax.chunk import Chunk, Rows
 from dualdp_jax.compat import PyTree
 from dualdp_jax.noise.noise import Array, Noise, NoiseSource, noised_mean
 from dualdp_jax.parallel.mesh import shardings, whole
-from dualdp_jax.per_sample import clip
+from dualdp_jax.per_sample import clip, methods
 from dualdp_jax.per_sample.call import Call, Options, Program, build
 from dualdp_jax.per_sample.checks import identity
 from dualdp_jax.per_sample.checks.calls import on_host
 from dualdp_jax.per_sample.checks.identity import Change, Floats, Numbers, Reference
-from dualdp_jax.per_sample.methods import (
-    GRADS,
-    SUM,
-    WAYS,
-    Answer,
-    Request,
-    answer,
-    check_method,
-    prepared,
-)
 from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.adam_bc import AdamBCState
@@ -58,6 +48,7 @@ _NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
 Augment = Callable[[tuple[PyTree, ...], jax.Array], tuple[PyTree, ...]]
 Leaves = list[jax.Array]
 Arrays = tuple[Leaves, Leaves]  # trained leaves, and the other arrays of the model
+Answers = list[methods.Answer]  # norms, factors and aux of each chunk
 Metrics = dict[str, PyTree]
 
 
@@ -145,8 +136,8 @@ class PrivateStep:
     program: Program | None = None  # of the loss, which all compiled functions share
 
     def __post_init__(self) -> None:
-        check_method(self.method)
-        self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
+        methods.check_method(self.method)
+        self.next_ways = list(methods.WAYS[1:]) if self.method == "auto" else []
         self.plan, self.data_mesh = self.loader.plan, self.loader.data_mesh
         self.group = None if self.data_mesh is None else self.data_mesh.group
         self.source = NoiseSource(self.plan)
@@ -243,7 +234,7 @@ class PrivateStep:
 
     def _compared(
         self, inputs: Inputs, ledger: Ledger, step: int, due: exactness.SpotCheck | None
-    ) -> tuple[Totals, list[Answer]]:
+    ) -> tuple[Totals, Answers]:
         """Totals of a step, compared with plain autodiff where that is due.
 
         While no check has passed, "auto" goes on by its next way where one is not supported or
@@ -313,8 +304,8 @@ class PrivateStep:
         """Return an array of rows, or None, on the devices of the mesh."""
         return rows if rows is None or self.data_mesh is None else self.data_mesh.rows(rows)
 
-    def total(self, inputs: Inputs) -> tuple[Totals, list[Answer]]:
-        """Return the totals of a logical batch, and norms, factors and aux of each chunk."""
+    def total(self, inputs: Inputs) -> tuple[Totals, Answers]:
+        """Return the totals of a logical batch, and the answers of its chunks."""
         totals, answers = self._nothing, []
         for rows in inputs.parts:
             totals, found = self._add(inputs.arrays, rows, *inputs[2:], totals)
@@ -394,7 +385,7 @@ class PrivateStep:
 
     def _add_chunk(
         self, model: Arrays, rows: Rows, dropout: Array, bound: jax.Array, totals: Totals
-    ) -> tuple[Totals, Answer]:
+    ) -> tuple[Totals, methods.Answer]:
         """Totals plus one more chunk, and the chunk's per-example results."""
         work, mesh = self._chunk, self.data_mesh
         work = work if mesh is None else mesh.spread(work, self.parameters.trained)
@@ -403,11 +394,11 @@ class PrivateStep:
 
     def _chunk(
         self, model: Arrays, rows: Rows, dropout: Array, bound: jax.Array
-    ) -> tuple[Leaves, tuple[jax.Array, ...], Answer]:
+    ) -> tuple[Leaves, tuple[jax.Array, ...], methods.Answer]:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(model, rows, dropout), rows.mask
-        request = Request(SUM, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call), mask, rows.factors)
+        request = methods.Request(methods.SUM, self.clipper(call.parameters, bound))
+        result = methods.answer(request, methods.prepared(call), mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -442,7 +433,7 @@ class PrivateStep:
         return optimizer.update(mean, opt_state, params, **extra)
 
     def _check(
-        self, inputs: Inputs, totals: Totals, answers: list[Answer], due: exactness.SpotCheck
+        self, inputs: Inputs, totals: Totals, answers: Answers, due: exactness.SpotCheck
     ) -> bool:
         """Compare a step with plain autodiff; return False if it has no example.
 
@@ -538,7 +529,8 @@ class PrivateStep:
 
     def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        return answer(Request(GRADS), prepared(self.call(model, rows, dropout))).leaves
+        call = methods.prepared(self.call(model, rows, dropout))
+        return methods.answer(methods.Request(methods.GRADS), call).leaves
 
 
 def _without_shards(totals: Totals) -> Totals:
