@@ -69,7 +69,7 @@ def answered(request: Request, call: Call, mask: Array | None, where: str) -> An
     call = call.traced()
     kind = _kind_of(request, call)
     known, is_due = _compared.get(kind), options.check != "off"
-    if compat.in_trace():
+    if not compat.is_eager():
         if known is None and is_due:
             _warn_of_traced(kind, where, options.origin)
         is_due = False
