@@ -398,7 +398,7 @@ class PrivateStep:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(model, rows, dropout), rows.mask
         request = methods.Request(methods.SUM, self.clipper(call.parameters, bound))
-        result = methods.answer(request, methods.prepared(call), mask, rows.factors)
+        result = methods.answer(request, call, mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -529,8 +529,8 @@ class PrivateStep:
 
     def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        call = methods.prepared(self.call(model, rows, dropout))
-        return methods.answer(methods.Request(methods.GRADS), call).leaves
+        request = methods.Request(methods.GRADS)
+        return methods.answer(request, self.call(model, rows, dropout)).leaves
 
 
 def _without_shards(totals: Totals) -> Totals:
