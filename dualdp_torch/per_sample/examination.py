@@ -77,7 +77,7 @@ class _Seen(NamedTuple):
         saved = use.acts if isinstance(use.acts, tuple) else (use.acts,)
         if any(tensor._version != version for tensor, version in use.versions):
             saved = ()
-        return [self.outs[number], *(tensor for tensor in saved if tensor is not None)]
+        return [tensor for tensor in (self.outs[number], *saved) if tensor is not None]
 
 
 @dataclass(frozen=True)

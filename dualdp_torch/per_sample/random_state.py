@@ -99,19 +99,31 @@ def untouched_generators(model: nn.Module | None = None) -> AbstractContextManag
     return (RandomState() if model is None else RandomState.of(model)).repeated()
 
 
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of modules, the content of lists and mappings too.
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> copy of every buffer."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
-    FSDP exchanges parameters, which stay. Hooks that were added go, since the attribute that tells
-    that they are there does; a hook may remove itself for good.
+
+@contextlib.contextmanager
+def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """Context whose forwards write copies of the buffers, and which restores what modules hold.
+
+    The buffers themselves are not written, since a graph may hold them. `values` maps names to what
+    the copies hold instead. Attributes are restored, the content of lists and mappings too. FSDP
+    exchanges parameters, which stay. Hooks that were added go, since the attribute that tells that
+    they are there does; a hook may remove itself for good.
     """
-    kept = list[tuple[Any, Any, bool]]()
-    for attributes in map(vars, modules_of(model)):
+    kept, modules = list[tuple[Any, Any, bool]](), modules_of(model)
+    for attributes in map(vars, modules):
         kept.append((attributes, attributes.copy(), False))
         for key, v in attributes.items():
             if isinstance(v, list | dict | set) and key != "_parameters":
                 kept.append((v, v.copy(), "_hooks" in key))
+    copies, given = dict[int, Tensor](), values or {}
+    for name, buffer in model.named_buffers():
+        copies[id(buffer)] = given.get(name, buffer).detach().clone()
+    for buffers in [module._buffers for module in modules if module._buffers]:
+        buffers.update({key: copies.get(id(b), b) for key, b in buffers.items()})
     try:
         yield
     finally:
@@ -123,27 +135,6 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                     content = {key: hook for key, hook in content.items() if key in container}
                 container.clear()
                 container.update(content)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> copy of every buffer."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-@contextlib.contextmanager
-def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-    """Context whose forwards write copies of the buffers; attributes are restored at its end.
-
-    The buffers themselves are not written, since a graph may hold them. `values` maps names to what
-    the copies hold instead.
-    """
-    given, copies = values or {}, dict[int, Tensor]()
-    for name, buffer in model.named_buffers():
-        copies[id(buffer)] = given.get(name, buffer).detach().clone()
-    with attributes_kept(model):
-        for buffers in [m._buffers for m in modules_of(model) if m._buffers]:
-            buffers.update({key: copies.get(id(b), b) for key, b in buffers.items()})
-        yield
 
 
 def checksums(model: nn.Module) -> dict[tuple[str, int], Tensor]:

@@ -25,7 +25,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -447,9 +447,11 @@ class _Comparison:
         """Run the batch with other rows beside a row, whose outputs and all buffers must stay."""
         base, n = self._base, len(self.numbers.norms)
         for row in [self.rows[-1], self.draw.choice(self.rows)][-count:] if n > 1 else ():
-            others = [self.draw.choice([r for r in self.rows if r != j] or [j]) for j in range(n)]
-            others[row] = row
-            index = torch.tensor(others)
+            drawn = enumerate(self.draw.choices(self.rows, k=n))
+            index = torch.tensor(
+                [r if r != j else self.rows[self.rows.index(r) - 1] for j, r in drawn]
+            )
+            index[row] = row
             beside = self.reference.with_rows(index).run()
             _refuse_buffers(base.buffers, beside.buffers)
             if not self._tolerates(relative_gap(base.outputs, beside.outputs, row) / _CLOSER):
@@ -651,7 +653,7 @@ def _of_rows(
         each, plain = list[Tensor](), dict[str, Tensor]()
         for row in rows:
             grads = gradient(reference, row)
-            each.append(torch.stack([_norm(grad) for grad in grads.values()]).cpu())
+            each.append(torch.stack([*map(_norm, grads.values())]).cpu())
             for name in names:
                 part = grads[name] * (float(weights[row]) / scale)
                 plain[name] = plain[name] + part if name in plain else part
@@ -681,12 +683,11 @@ def _root(lengths: Iterable[Tensor]) -> Tensor:
     return torch.stack([*lengths]).norm(dim=0)
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-
-
 def _length(tensor: Tensor) -> float:
     return float(_norm(tensor))
+
+
+_norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
 
 
 def _distance(ours: Grads, theirs: Grads) -> tuple[float, list[str]]:

@@ -258,15 +258,13 @@ class Twin:
 
     def backward(self, losses: Sequence[Any], weights: Sequence[Any]) -> None:
         """Add the gradients of weighted losses to those of the outputs."""
-        ours = [self.of(loss) for loss in losses]
-        live = [i for i, loss in enumerate(ours) if getattr(loss, "requires_grad", False)]
+        pairs = zip(self.of(losses), self.of(weights), strict=True)
+        live = [(loss, w) for loss, w in pairs if getattr(loss, "requires_grad", False)]
         leaves = sum(self.leaves, [])
         if not live or not leaves:
             return
-        given = [
-            torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
-        ]
-        found = partial_gradients([ours[i] for i in live], leaves, given)
+        given = [torch.ones_like(loss) if w is None else w for loss, w in live]
+        found = partial_gradients([loss for loss, _ in live], leaves, given)
         for leaf, grad in zip(leaves, found, strict=True):
             if grad is not None:
                 self.grads[leaf] = self.grads[leaf] + grad if leaf in self.grads else grad
@@ -306,6 +304,8 @@ class _Call(NamedTuple):
     func: Callable[..., Any]
     name: str
     given: tuple[Any, Any]
+    tensors: list[Tensor]
+    numbers: list[float]
     out: Any
     targets: list[Tensor]
     draws: RandomState | None
@@ -552,7 +552,8 @@ class Twins(TorchFunctionMode):
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and call it again for the twins."""
-        tensors = _tensors((args, kwargs))
+        leaves = _leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._is_inside:
             for tensor in tensors:
                 self._compare_input(tensor)
@@ -570,7 +571,8 @@ class Twins(TorchFunctionMode):
         is_random = bool(generators) or name.rstrip("_") in _RANDOM
         self._has_drawn |= is_random
         is_led = any(tensor in self._led for tensor in tensors)
-        is_ours = is_led or self._concerns(name, tensors, args, kwargs, writes)
+        numbers = [leaf for leaf in leaves if type(leaf) in (int, float)]
+        is_ours = is_led or self._concerns(name, tensors, numbers, args, writes)
         targets = _tensors(kwargs.get("out", args[:1])) if writes else []
         for target in targets if is_led else ():
             if target not in self._led:  # it gets a twin of its own
@@ -582,18 +584,19 @@ class Twins(TorchFunctionMode):
         if is_led and name in _READS:
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
-        seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
+        seen, first = [(name, v) for v in numbers], len(self.numbers.seen)
         if is_ours and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
             led = [tensor for tensor in tensors if tensor in self._led]
             self._hear_processes(name, led + _tensors(out))
         elif is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
-            self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
+            given = (args, kwargs), tensors, numbers
+            self._lead(_Call(func, name, *given, out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
             self.numbers.seen += seen
         return out
 
-    def _concerns(self, name: str, tensors: Any, args: Any, kwargs: Any, writes: bool) -> bool:
+    def _concerns(self, name: str, tensors: Any, numbers: Any, args: Any, writes: bool) -> bool:
         """True for a call on what may be rows of the batch, or with sizes made of n."""
         for tensor in tensors:
             self._look_for_arrays(tensor)
@@ -601,7 +604,7 @@ class Twins(TorchFunctionMode):
             return not writes
         if tensors or (name in _FROM_LISTS and isinstance(args[0], list | tuple)):
             return False  # values, and no sizes
-        return any(as_multiple(v, self._n, self.k) != v for v in _numbers((args, kwargs)))
+        return any(as_multiple(v, self._n, self.k) != v for v in numbers)
 
     def _look_for_arrays(self, tensor: Tensor) -> None:
         """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
@@ -611,9 +614,9 @@ class Twins(TorchFunctionMode):
 
     def _lead(self, call: _Call) -> None:
         """Call a function on every twin's tensors, after the loop's call."""
-        tensors, numbers = _tensors(call.given), _numbers(call.given)
-        led, made = [t for t in tensors if t in self._led], [*_tensors(call.out), *call.targets]
-        has_read = any(value in twin.reads for twin in self.twins for value in numbers)
+        led = [t for t in call.tensors if t in self._led]
+        made = [*_tensors(call.out), *call.targets]
+        has_read = any(value in twin.reads for twin in self.twins for value in call.numbers)
         is_drawn = bool(led or call.draws) and all(t in self._drawn for t in led) and not has_read
         is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.targets)
         values = (*call.given[0], *call.given[1].values()) if self._rows else ()
@@ -628,8 +631,8 @@ class Twins(TorchFunctionMode):
             elif not is_taken:
                 self._drawn.pop(tensor, None)
         # Of a draw by size nobody knows if it is a table.
-        unknown = made if is_taken else [t for t in tensors if t not in self._led]
-        self._fork(call, unknown, [] if is_taken else numbers)
+        unknown = made if is_taken else [t for t in call.tensors if t not in self._led]
+        self._fork(call, unknown, [] if is_taken else call.numbers)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for twin in reversed(self.twins):  # forks copy what those that they come from write to
@@ -854,9 +857,11 @@ def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
             return tensor.index_select(axis, rows.to(tensor.device))
         return tensor
 
-    args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
-    found = func(*args, **kwargs)
-    return _mapped(own_rows, found) if twin.is_alone else found
+    if not twin.is_alone:
+        return func(*ours[0], **ours[1])
+    own = iter(_leaves(ours))
+    args, kwargs = _mapped(lambda theirs: spread(theirs, next(own)), loops)
+    return _mapped(own_rows, [func(*args, **kwargs)])[0]
 
 
 class _OwnDraws(TorchFunctionMode):
@@ -945,31 +950,28 @@ def _lists_of_rows(value: Any, rows: int) -> list[list[list[Tensor]]]:
     return found
 
 
-def _mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+_NESTED = (dict, tuple, list, slice)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return nested containers of plain types with `function` of their leaves, also of slices."""
-    if type(value) is slice:
-        ends = zip(*[(v.start, v.stop, v.step) for v in (value, *others)], strict=True)
-        return slice(*[_mapped(function, *end) for end in ends])
     if isinstance(value, dict):
-        return {k: _mapped(function, v, *[o[k] for o in others]) for k, v in value.items()}
-    if not isinstance(value, tuple | list):
-        return function(value, *others)
-    parts = [_mapped(function, *part) for part in zip(value, *others, strict=True)]
+        return dict(zip(value, _mapped(function, [*value.values()]), strict=True))
+    parts = [value.start, value.stop, value.step] if isinstance(value, slice) else value
+    parts = [_mapped(function, v) if isinstance(v, _NESTED) else function(v) for v in parts]
+    if isinstance(value, slice):
+        return slice(*parts)
     return parts if type(value) is list else tuple(parts)
 
 
 def _leaves(value: Any) -> list[Any]:
     found = list[Any]()
-    _mapped(found.append, value)
+    _mapped(found.append, [value])
     return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _numbers(value: Any) -> list[float]:
-    return [leaf for leaf in _leaves(value) if type(leaf) in (int, float)]
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
