@@ -86,10 +86,7 @@ class StepChecks:
 
     def leave_loader(self) -> None:
         """Stop at the end of the loader's pass; a batch that it yielded may still be stepped on."""
-        if self._draw is None:
-            self.end()
-        else:
-            self._recorder.twins.leave_loader()
+        self._recorder.twins.leave_loader()
 
     def _note(self, text: str) -> None:
         """Record and log once what no check could look at."""

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,6 +37,7 @@ from dualdp_torch.per_sample.checks.readings import (
 )
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
 from dualdp_torch.per_sample.outputs import partial_gradients
+from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
@@ -330,7 +330,7 @@ class Twins(TorchFunctionMode):
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         super().__init__()
-        self.k, self.has_passed = rows_per_unit, False
+        self.k, self.has_passed, self.is_on = rows_per_unit, False, False
         self.numbers = Numbers(rows_per_unit)
         self.rows_of: Callable[[int], Sequence[int]] | None = None
         self.clear()
@@ -378,7 +378,8 @@ class Twins(TorchFunctionMode):
 
     def clear(self) -> None:
         """Stop to lead, and free the twins."""
-        self.end()
+        if self.is_on:
+            self.end()
         self.twins, self._batch, self.notes = list[Twin](), list[Tensor](), list[str]()
         self._forks = set[Any]()
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
@@ -542,14 +543,9 @@ class Twins(TorchFunctionMode):
     # ------------------------------------------------------------------ functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
-            return self._hear_eagerly(func, args, kwargs or {})
         return self._hear(func, args, kwargs or {})
 
-    @torch._disable_dynamo  # a loop that is compiled is led call by call
-    def _hear_eagerly(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._hear(func, args, kwargs)
-
+    @never_compiled  # a loop that is compiled is led call by call
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and call it again for the twins."""
         leaves = _leaves((args, kwargs))
@@ -898,7 +894,7 @@ def held_tensors(model: nn.Module | None) -> dict[Any, Tensor]:
         (i, key, place): tensor
         for i, module in enumerate(model.modules() if model is not None else ())
         for key, value in vars(module).items()
-        if key[:1] != "_"
+        if key[:1] != "_" and isinstance(value, Tensor | dict | list | tuple)
         for place, tensor in enumerate(_tensors(value))
     }
 
