@@ -22,13 +22,7 @@ from dualdp_torch.per_sample.checks.identity import CANT_REPEAT, relative_gap
 from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import Operations
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
-from dualdp_torch.per_sample.random_state import (
-    NoRandomness,
-    RandomState,
-    checksums,
-    on_copies,
-    refuse_written,
-)
+from dualdp_torch.per_sample.random_state import NoRandomness, Start, refuse_written
 from dualdp_torch.rules.base import Tensor
 
 #: Number of examples that are examined, and most layers without examples.
@@ -88,6 +82,7 @@ class _Examination:
     loss_fn: Callable[..., Any]
     parameters: Mapping[str, Tensor]
     has_aux: bool
+    start: Start
 
     def run(self, batch: Batch, skip: frozenset[int] | None, *, backward: bool = False) -> _Seen:
         """Run a forward, captured unless `skip` is None, and perhaps the backward of its losses."""
@@ -97,12 +92,11 @@ class _Examination:
             outs.append(out.detach().clone())
 
         capture = Capture(names, note, skip or frozenset(), self.model)
-        state = RandomState.of(self.model)
-        with on_copies(self.model), state.repeated():
+        with self.start.replayed(self.model):
             with contextlib.nullcontext() if skip is None else capture:
                 out = self.loss_fn(self.model, *batch.arguments())
             losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
-            has_drawn = state.has_drawn()
+            has_drawn = self.start.random.has_drawn()
             leftover = capture.backward(losses.sum(), self.parameters) if backward else []
         return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
@@ -138,7 +132,8 @@ def examine(
         UnsupportedLayerError: an example has another loss alone, or a forward writes a parameter.
     """
     refuse_mixing_modules(model)
-    before, own = checksums(model), _Examination(model, loss_fn, parameters, has_aux)
+    start = Start.of(model, is_checked=True)
+    own = _Examination(model, loss_fn, parameters, has_aux, start)
     picked = list[bool]()  # if the rows of each result whose size depends on data are picked by it
 
     def see(func: Any, args: Any, out: Any) -> None:
@@ -150,7 +145,7 @@ def examine(
     with eagerly():
         with Operations(see):
             whole = own.run(batch, None)
-        refuse_written(before, model)
+        refuse_written(start.sums, model)
         few = _usable(batch, whole.losses, mask)
         if few is None:
             return None
@@ -236,7 +231,8 @@ def _refuse_apart(
     if apart <= tolerance:
         return
     with contextlib.suppress(*CANT_REPEAT):
-        double = replace(own, model=copy.deepcopy(own.model).double())
+        model = copy.deepcopy(own.model).double()
+        double = replace(own, model=model, start=own.start.on(model))
         wide = few.on([t.double() if t.is_floating_point() else t for t in few.tensors()])
         rows = [wide.rows(slice(row, row + 1)) for row in (0, few.n - 1)]
         losses = double.run(wide, frozenset()).losses[[0, -1]]

@@ -185,8 +185,10 @@ class Start:
         return cls(RandomState.of(model), buffers_of(model), numbers, sums)
 
     def on(self, model: nn.Module) -> Start:
-        """Return this state for a copy of the model."""
-        return replace(self, random=self.random.on(model))
+        """Return this state for a copy of the model, of its own precision."""
+        named = model.named_buffers()
+        buffers = {name: self.buffers.get(name, b).to(b.dtype) for name, b in named}
+        return replace(self, random=self.random.on(model), buffers=buffers)
 
     @contextlib.contextmanager
     def replayed(self, model: nn.Module) -> Iterator[None]:

@@ -239,8 +239,7 @@ class Reference:
 
     def rounded(self, unit: float) -> Iterator[Reference]:
         """Yield references with parameters and inputs perturbed by rounding; both are restored."""
-        parameters = [p.data for p in self.parameters.values()]
-        kept = [p.detach().clone() for p in parameters]
+        kept = [(p.data, p.detach().clone()) for p in self.parameters.values()]
         generator = torch.Generator().manual_seed(0)
 
         def rounded(value: Tensor) -> Tensor:
@@ -251,12 +250,12 @@ class Reference:
 
         try:
             for _ in range(_ROUNDINGS):
-                for p, value in zip(parameters, kept, strict=True):
+                for p, value in kept:
                     p.copy_(rounded(value))
                 batch = self.batch.on([rounded(t) for t in self.batch.tensors()])
                 yield replace(self, batch=batch)
         finally:
-            for p, value in zip(parameters, kept, strict=True):
+            for p, value in kept:
                 p.copy_(value)
 
 
@@ -427,8 +426,43 @@ class _Comparison:
             self._judge(self._of_rows(few_rows, Reference.gradient_among), what)
 
     def _of_rows(self, rows: Sequence[int], gradient: Definition) -> _Sides:
+        """Return both sides of the norms, the factors and a signed sum of a few rows.
+
+        The factors' part is what the engine's factors change of the contributions, in units of C.
+        """
         names = [*self.reference.parameters] if self.numbers.weighted_sum is not None else []
-        return _of_rows(rows, self._signs(rows), names, gradient)
+        signs = self._signs(rows)
+
+        def sides(reference: Reference, numbers: Numbers) -> tuple[Grads, Grads]:
+            weights = signs.to(numbers.norms) * numbers.weights()
+            largest = float((numbers.weights() * numbers.norms)[[*rows]].max())
+            scale = max(largest, _SMALLEST) * max(len(rows), 1) ** 0.5
+            each, plain = list[Tensor](), dict[str, Tensor]()
+            for row in rows:
+                grads = gradient(reference, row)
+                each.append(torch.stack([*map(_norm, grads.values())]).cpu())
+                for name in names:
+                    part = grads[name] * (float(weights[row]) / scale)
+                    plain[name] = plain[name] + part if name in plain else part
+            ours = {name: part / scale for name, part in numbers.sum_of(names, weights).items()}
+            lengths = dict(zip(reference.parameters, torch.stack(each, 1), strict=True))
+            norms = [_root(lengths.values()), *(lengths[name] for name in numbers.lengths)]
+            own = [x[[*rows]].double().cpu() for x in (numbers.norms, *numbers.lengths.values())]
+            bounds, groups = numbers.bounds or {}, numbers.groups(lengths)
+            unit = own[0].clamp(min=max(_SMALLEST, *map(float, bounds.values()), 0))
+            if numbers.clipping == "automatic":
+                unit = own[0] + AUTOMATIC_OFFSET
+            found = [x / unit for x in own] + [unit * 0 for _ in bounds]
+            expected = [x / unit for x in norms]
+            for group, bound in bounds.items():
+                size = _root(lengths[name] for name in groups[group])
+                whole = size.to(numbers.norms.dtype)
+                factors = factors_for(numbers.clipping, whole, float(bound), xp=torch)
+                gap = (numbers.factors or {})[groups[group][0]][[*rows]].cpu() - factors
+                expected.append(gap * size / max(float(bound), _SMALLEST))
+            return ours | {_EACH: torch.cat(found)}, plain | {_EACH: torch.cat(expected)}
+
+        return sides
 
     def _suspects(self, count: int) -> list[int]:
         """Rows with the most doubtful, the largest and the smallest norm, and drawn ones."""
@@ -634,46 +668,6 @@ def _of_sum(
         unit = max(largest, _SMALLEST) * max(len(each), 1) ** 0.5
         ours, plain = sums(numbers, own), reference.plain(own)
         return {k: ours[k] / unit for k in names}, {k: plain[k] / unit for k in names}
-
-    return sides
-
-
-def _of_rows(
-    rows: Sequence[int], signs: Tensor, names: Sequence[str], gradient: Definition
-) -> _Sides:
-    """Return both sides of the norms, the factors and a signed sum of a few rows.
-
-    The factors' part is what the engine's factors change of the contributions, in units of C.
-    """
-
-    def sides(reference: Reference, numbers: Numbers) -> tuple[Grads, Grads]:
-        weights = signs.to(numbers.norms) * numbers.weights()
-        largest = float((numbers.weights() * numbers.norms)[[*rows]].max())
-        scale = max(largest, _SMALLEST) * max(len(rows), 1) ** 0.5
-        each, plain = list[Tensor](), dict[str, Tensor]()
-        for row in rows:
-            grads = gradient(reference, row)
-            each.append(torch.stack([*map(_norm, grads.values())]).cpu())
-            for name in names:
-                part = grads[name] * (float(weights[row]) / scale)
-                plain[name] = plain[name] + part if name in plain else part
-        ours = {name: part / scale for name, part in numbers.sum_of(names, weights).items()}
-        lengths = dict(zip(reference.parameters, torch.stack(each, 1), strict=True))
-        norms = [_root(lengths.values()), *(lengths[name] for name in numbers.lengths)]
-        own = [x[[*rows]].double().cpu() for x in (numbers.norms, *numbers.lengths.values())]
-        bounds, groups = numbers.bounds or {}, numbers.groups(lengths)
-        unit = own[0].clamp(min=max(_SMALLEST, *map(float, bounds.values()), 0))
-        if numbers.clipping == "automatic":
-            unit = own[0] + AUTOMATIC_OFFSET
-        found = [x / unit for x in own] + [unit * 0 for _ in bounds]
-        expected = [x / unit for x in norms]
-        for group, bound in bounds.items():
-            size = _root(lengths[name] for name in groups[group])
-            whole = size.to(numbers.norms.dtype)
-            factors = factors_for(numbers.clipping, whole, float(bound), xp=torch)
-            gap = (numbers.factors or {})[groups[group][0]][[*rows]].cpu() - factors
-            expected.append(gap * size / max(float(bound), _SMALLEST))
-        return ours | {_EACH: torch.cat(found)}, plain | {_EACH: torch.cat(expected)}
 
     return sides
 
