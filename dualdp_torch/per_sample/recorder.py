@@ -381,7 +381,7 @@ class Recorder:
         for number in numbers:
             made = [leaf for leaf in floats if handed_out[id(leaf)].requires_grad]
             own = [handed_out[id(leaf)] for leaf in made]
-            handed_out[id(number)] = from_outputs(self, number, made, own)
+            handed_out[id(number)] = from_outputs(self.pause, number, made, *own)
         self.twins.leave_model(
             [(leaf, handed_out.get(id(leaf), leaf)) for leaf in tensors],
             [(number, handed_out[id(number)]) for number in numbers],
