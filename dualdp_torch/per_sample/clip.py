@@ -24,7 +24,7 @@ from dualdp_torch.per_sample.gradients import (
     one_group,
 )
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, reweighted
-from dualdp_torch.rules.base import Tensor, sq_norms
+from dualdp_torch.rules.base import Tensor
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
 #: norm by less than C * 1e-6.
@@ -107,24 +107,11 @@ def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[Squares, Ten
 
 def _roots(squares: Tensor, dtype: torch.dtype) -> Tensor:
     """(n,) roots, as `dtype` gives them where it holds the squares: float64 rounds otherwise."""
-    found = squares.to(dtype).sqrt()
-    return (
-        found
-        if squares.dtype == dtype
-        else found.where(found < torch.inf, squares.sqrt()).to(dtype)
-    )
-
-
-def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
-    """Return name -> (n,) upper bounds on the squared norms that hold where squares underflow.
-
-    A square below the smallest normal number loses at most `tiny`, which is added for each element.
-    Norms from products may lose more, so the gradients are formed.
-    """
-    return {
-        name: sq_norms(g) + g.shape[1:].numel() * torch.finfo(g.dtype).tiny
-        for name, g in gradients.grads().items()
-    }
+    if squares.dtype == dtype:
+        return squares.sqrt()
+    held = squares.to(dtype)
+    is_held = (held < torch.inf) & (held >= torch.finfo(dtype).tiny)
+    return held.sqrt().where(is_held, squares.sqrt().to(dtype))
 
 
 def _factors(squares: Squares, norms: Tensor, bounds: Mapping[str, Any], clipping: str) -> Any:
@@ -183,8 +170,9 @@ def clip_factors(
         rows = counted.nonzero().flatten().to(norms.device)
     lengths = norms
     if min(bounds.values()) < _LEAST_BOUND * gradients.scale and squares.of:
-        squares = added_up(_squares_of_minute_gradients(gradients), limits.group_of, n)
-        lengths = squares.whole.sqrt()
+        every = torch.arange(n, device=norms.device)
+        squares = added_up(gradients.exact_sq_norms(every), limits.group_of, n)
+        lengths = _roots(squares.whole, norms.dtype)
     return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares.of)
 
 
@@ -244,8 +232,8 @@ class SecondPass:
 
     def begin(self, gradients: Gradients, factors: Factors) -> None:
         """Free the gradients of the first pass, so that two need no more memory than one."""
-        for name in self._names:
-            total = gradients.sum(name, factors.of[name], None)
+        sums = gradients.sums({name: factors.of[name] for name in self._names}, None)
+        for name, total in sums.items():
             self._sums[name] = total, factors.lengths(name)
         if self._frees:
             gradients.forget()
@@ -299,14 +287,13 @@ def clipped_sums(
         second_pass.begin(gradients, factors)
         # Processes of a sharded model pass again together, also one in which no row counts.
         return second_pass(shared if factors.rows is None else torch.zeros_like(shared))
-    sums = gradients.sums(factors.of, factors.rows)
-    return {k: total if shards is None else shards.reduce(k, total) for k, total in sums}
+    return gradients.sums(factors.of, factors.rows, None if shards is None else shards.reduce)
 
 
 def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return name -> sum of weight times gradient; rows without a weight are left out."""
     used = torch.stack([w != 0 for w in {id(w): w for w in weights.values()}.values()]).any(0)
-    return dict(gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten()))
+    return gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten())
 
 
 def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:

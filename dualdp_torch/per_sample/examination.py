@@ -114,7 +114,7 @@ class _Examination:
 
         state = RandomState.of(self.model)
         with on_copies(self.model), state.repeated():
-            with Capture(names, note, skip, self.model) as capture:
+            with Capture(names, note, skip) as capture:
                 out = self.loss_fn(self.model, *batch.arguments())
             losses, has_drawn = (
                 check_losses(split_aux(out, self.has_aux)[0], batch.n),

@@ -28,7 +28,7 @@ from dualdp_torch.per_sample.clip import (
 from dualdp_torch.per_sample.gradients import Gradients, Limits
 from dualdp_torch.per_sample.model_checks import require_module
 from dualdp_torch.per_sample.numbers import numbers_of
-from dualdp_torch.per_sample.recorder import RECORDED, Recorder
+from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.rules.base import Tensor
 
 _ROWS = 4  # examples that are led through a block alone
@@ -132,7 +132,7 @@ def record_per_sample(
     Args:
         model: module to record.
         loss_reduction: str, "mean" or "sum", the reduction of the examples' losses.
-        method: str, one of `RECORDED`.
+        method: str, one of `METHODS`.
         check: str: "first" checks new code, "always" every block, "off" none.
 
     Yields:
@@ -149,7 +149,7 @@ def record_per_sample(
         model, "record_per_sample", "use make_private, or clipped_grad_sum on the same batch"
     )
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
-    _validate.choice("method", method, RECORDED)
+    _validate.choice("method", method, METHODS)
     _validate.choice("check", check, CHECKS)
     twins = Twins()
     recorder = Recorder(model, method=method, twins=twins)

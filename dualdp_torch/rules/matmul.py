@@ -54,12 +54,11 @@ def move(like: Tensor) -> float:
 
 def by_onednn(*operands: Tensor) -> bool:
     """True if oneDNN can multiply the operands: float32 on a CPU, not recorded by autograd."""
-    return bool(
-        _HAS_ONEDNN
-        and all(on_host(x) and x.dtype == torch.float32 for x in operands)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
-        and torch.backends.mkldnn.enabled
-    )
+    has_graph = torch.is_grad_enabled()
+    for x in operands:
+        if not on_host(x) or x.dtype != torch.float32 or (has_graph and x.requires_grad):
+            return False
+    return bool(_HAS_ONEDNN and torch.backends.mkldnn.enabled)
 
 
 def _dense(x: Tensor) -> Tensor:

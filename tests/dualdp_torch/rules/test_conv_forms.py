@@ -82,26 +82,6 @@ def test_recurrent_layers(kind, n, steps, width, hidden, bias, both, layers):
     assert_exact(randomise(Outputs()), data(n, steps, width), methods=FAST)
 
 
-def loss_fn(model, x):
-    """Under autocast, as users write it."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(x)
-    return out.float().square().sum(1)
-
-
-def test_autocast_is_right_to_its_precision():
-    model = randomise(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)))
-    x = data(5, 6)
-    exact = dpt.per_sample_norms(lambda m, x: m(x).square().sum(1), model, x, method="loop")
-    for method in dpt.METHODS:
-        norms = dpt.per_sample_norms(loss_fn, model, x, method=method)
-        assert norms.dtype == torch.float32
-        torch.testing.assert_close(norms, exact, rtol=3e-2, atol=0)
-        found = dpt.clipped_grad_sum(loss_fn, model, x[:1], max_grad_norm=0.1, method=method)
-        size = sum(g.double().square().sum() for g in found.grads.values()).sqrt()
-        assert float(size) <= 0.1 * (1 + 1e-2 if method == "two_pass" else 1 + 1e-4)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("how", ["whole", "part", "traced"])
 def test_scripted_models_are_right(how):

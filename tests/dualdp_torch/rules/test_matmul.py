@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products by either library, and the rules made of them, at sizes that use both."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from dualdp_torch.rules import (
-    choices,
+    base,
     conv,
     conv_forms,
     linear,
@@ -139,7 +141,7 @@ def test_the_gram_form_errs_less_than_its_bound(library, width, t):
     g = data(64, t, 37, seed=2)
     g -= g.mean(1, keepdim=True)
     exact = (g.double().mT @ a.double()).square().sum((1, 2))
-    with choices.forced(linear="gram"):
+    with mock.patch.dict(base.FORCED, linear="gram"):
         found, bound = together.sq_norms_of(linear.weight_sq_norms(a, g), 64)
     error = (found.double() - exact).abs()
     assert error.max() > 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualdp_torch.rules import matmul, rnn_backward, workspace
+from dualdp_torch.rules import matmul, rnn_backward
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 
@@ -26,7 +26,7 @@ def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
     x, h, c = data(n, steps, inputs).transpose(0, 1), data(n, width), data(n, width, seed=2)
     shapes = ((4 * width, inputs), (4 * width, width), (4 * width,), (4 * width,))
     weights = tuple(data(*shape, seed=k) * 0.2 for k, shape in enumerate(shapes))
-    found = workspace.lstm_with_gates(x, h, c, weights)
+    found = rnn_backward.lstm_with_gates(x, h, c, weights)
     if found is None:
         assert not matmul.by_onednn(x)
         pytest.skip("this build of torch has no oneDNN")
@@ -36,11 +36,11 @@ def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
         torch.testing.assert_close(ours, torchs)
     sums = cell.gate_sums(x, torch.cat([h[None], out[:-1]]))
     torch.testing.assert_close(gates, rnn_backward.lstm_gates(sums.clone(), None))
-    assert workspace.are_gates(gates, rnn_backward.lstm_cells(gates, c), last_c, sums[-1])
+    assert rnn_backward.are_gates(gates, rnn_backward.lstm_cells(gates, c), last_c, sums[-1])
 
 
 @pytest.mark.parametrize("row", [lambda n: n, lambda n: n + 16, lambda n: 1 << 40])
 def test_a_workspace_of_another_layout_is_not_used(monkeypatch, row):
-    monkeypatch.setattr(workspace, "row_stride", row)
+    monkeypatch.setattr(rnn_backward, "row_stride", row)
     model = randomise(Last(nn.LSTM(4, 33, batch_first=True)))
     assert_exact(model, data(3, 5, 4), methods=("auto", "book_keeping"))
