@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -289,7 +288,11 @@ class Captured:
         if not self._parts[name]:
             zeros = self._zeros(name)
             return zeros.expand(self._n if rows is None else len(rows), *zeros.shape)
-        return functools.reduce(torch.add, (part.grads(rows) for part in self._parts[name]))
+        first, *others = self._parts[name]
+        found = first.grads(rows)
+        for part in others:
+            found = found + part.grads(rows)
+        return found
 
     @in_full_precision
     def grads(self) -> dict[str, Tensor]:
@@ -384,8 +387,8 @@ class Captured:
     def _table(self) -> Table:
         """Return squared norms and error bounds of all parameters."""
         new = self._keep_pulled_back()
-        is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
-        widest = torch.float64 if is_double else torch.float32
+        dtypes = {p.dtype for p in self._parameters.values()}
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
         described, known, shared = dict[str, Described](), dict[str, Tensor](), dict[str, str]()
         small: dict[Any, list[str]] = {}
         for name, p in self._parameters.items():
@@ -517,6 +520,8 @@ class Captured:
             rows, terms = self._sums_apart(name, factors, rows)
         for part in self._parts[name] if rows is None or len(rows) else ():
             terms.append(part.sum(factors, rows))
+        if len(terms) == 1:
+            return terms[0]
         return _added(terms) if terms else self._zeros(name)
 
     def _sums_apart(

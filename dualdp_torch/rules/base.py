@@ -36,11 +36,6 @@ def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     return range(len(shape) - 1)
 
 
-def is_transposed(grads: Tensor) -> bool:
-    """True if the n matrices are stored by columns."""
-    return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
-
-
 @functools.cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Dtype of norms, factors and sums: float64 for float64, else float32."""
@@ -88,10 +83,8 @@ def _block_of(size: int) -> int:
 
 def lengths(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,) norms, of blocks first: `square().sum()` would write a full copy."""
-    if grads.dim() == 2:
-        return last_lengths(grads)
-    if is_transposed(grads):
-        grads = grads.mT
+    if grads.dim() == 2 and grads.shape[1] <= _BLOCK:
+        return torch.linalg.vector_norm(grads, dim=1)
     return last_lengths(grads.reshape(grads.shape[0], math.prod(grads.shape[1:])))
 
 
@@ -123,8 +116,6 @@ def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     factors = factors.to(grads.dtype)
     if grads.dim() <= 2:
         return factors @ grads
-    if is_transposed(grads):
-        return weighted_sum(factors, grads.mT).T.contiguous()
     return (factors @ grads.flatten(1)).view(grads.shape[1:])
 
 

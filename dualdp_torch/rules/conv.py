@@ -19,7 +19,6 @@ from dualdp import costs
 from dualdp_torch.rules import base, conv_forms, linear
 from dualdp_torch.rules.base import Rule, Tensor, may_keep, on_host, row_slices, sq_norms
 from dualdp_torch.rules.conv_forms import frames, padded, patches, per_axis, weight_backward
-from dualdp_torch.rules.matmul import product
 from dualdp_torch.rules.together import Described, Gram
 
 #: Channels that oneDNN handles at once on a CPU.
@@ -130,7 +129,7 @@ def weight_sum(
     if plain and rows <= FEW and on_host(acts):
         under = patches(acts, shape=shape, **options).transpose(1, 2).reshape(rows, -1)
         g = grads_out.flatten(2).transpose(1, 2).reshape(rows, shape[0])
-        return product(g.T, under.T).view(shape)
+        return (g.T @ under).view(shape)
     a, g = (frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
     return weight_backward(a, g, shape, transposed, **options)[0]
 

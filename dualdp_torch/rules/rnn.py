@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from dualdp_torch.rules import linear
 from dualdp_torch.rules.base import Tensor, on_host
-from dualdp_torch.rules.matmul import product
 from dualdp_torch.rules.rnn_backward import (
     Cell,
     by_example,
@@ -25,6 +24,7 @@ from dualdp_torch.rules.rnn_backward import (
     lstm_cells,
     lstm_deltas,
     lstm_gates,
+    product,
     rnn_deltas,
     rows_of,
     steps_of,

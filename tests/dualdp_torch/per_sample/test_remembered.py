@@ -9,7 +9,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp_torch.per_sample import call
-from dualdp_torch.rules import base, conv_forms, linear
+from dualdp_torch.rules import base, conv_forms
 from tests import reference
 from tests.dualdp_torch.checks import data, randomise
 
@@ -52,7 +52,7 @@ def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
     """The batch is there already; its gradients are formed for their norms, a few at a time."""
     layer, shape, numbers = LAYERS[name]
     model, x, formed = randomise(nn.Sequential(layer, nn.Tanh())), data(9, *shape), []
-    module, function = (linear, "products") if name == "positions" else (conv_forms, "by_folding")
+    module, function = (torch, "bmm") if name == "positions" else (conv_forms, "by_folding")
     original = getattr(module, function)
 
     def watch(*args, **options):

@@ -10,7 +10,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import base, conv_forms
+from dualdp_torch.rules import base, conv_forms, linear, together
 from tests import reference
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
@@ -120,3 +120,18 @@ def test_sizes_alone_decide_and_no_clock(name, monkeypatch):
         found.append(tuple(chosen))
         chosen.clear()
     assert found[0] == found[1] != ()
+
+
+@pytest.mark.parametrize("t", [2, 3, 40])
+@pytest.mark.parametrize("width", [33, 512, 3000])
+def test_the_gram_form_errs_less_than_its_bound(width, t):
+    """Positive numbers, whose products lose the most digits; the gradients cancel."""
+    a = data(64, t, width).abs()
+    g = data(64, t, 37, seed=2)
+    g -= g.mean(1, keepdim=True)
+    exact = (g.double().mT @ a.double()).square().sum((1, 2))
+    with mock.patch.dict(base.FORCED, linear="gram"):
+        found, bound = together.sq_norms_of(linear.weight_sq_norms(a, g), 64)
+    error = (found.double() - exact).abs()
+    assert error.max() > 0
+    assert (error <= bound.double()).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.rules import conv_forms
+from dualdp_torch.rules import conv, conv_forms
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -124,3 +124,37 @@ def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
         with mock.patch.object(conv_forms, "WIDE", wide):
             found = FORMS[name](*frames, shape=layer.weight.shape, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2)),
+        nn.Conv2d(3, 4, 4, padding="same"),
+        nn.Conv2d(8, 6, 2, groups=2),
+        nn.Conv1d(3, 5, 3, stride=2, padding=1),
+        nn.Conv1d(6, 5, 1),
+    ],
+    ids=str,
+)
+def test_convolutions_whose_sum_is_one_product(monkeypatch, layer, few):
+    monkeypatch.setattr(conv, "FEW", few)
+    shape = (3, layer.in_channels, 4, 4)[: len(layer.weight.shape)]
+    summed = []
+    patches = conv.patches
+    monkeypatch.setattr(conv, "patches", lambda *x, **o: (summed.append(x), patches(*x, **o))[1])
+    assert_exact(randomise(nn.Sequential(layer, nn.Tanh())), data(*shape), methods=FAST)
+    assert bool(summed) == bool(few and layer.groups == 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
+    acts, grads_out, shape = data(n, 2, 5, 5), data(n, 4, 3, 3, seed=2), torch.Size((4, 2, 3, 3))
+    whole = conv_forms.by_folding(acts, grads_out, shape=shape)
+    monkeypatch.setattr(conv_forms, "_at_once", lambda *_: 2)
+    chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
+    assert whole.shape == (n, *shape)
+    torch.testing.assert_close(whole, chunks)
+    both = conv_forms.by_folding(acts, grads_out, shape=shape, has_bias=True)
+    torch.testing.assert_close(both, (whole, grads_out.sum((2, 3))))
