@@ -24,7 +24,6 @@ from dualdp_torch.rules.rnn_backward import (
     lstm_cells,
     lstm_deltas,
     lstm_gates,
-    product,
     rnn_deltas,
     rows_of,
     steps_of,
@@ -73,7 +72,7 @@ class _Recurrence(torch.autograd.Function):
             found = rnn_deltas(cell, last, out_grads, state_grads[0])
         x_deltas, h_deltas, projected, dh, dc = found
         needed = ctx.needs_input_grad[4]
-        dx = steps_of(product(rows_of(x_deltas), cell.w_ih.T), x) if needed else None
+        dx = steps_of(F.linear(rows_of(x_deltas), cell.w_ih.T), x) if needed else None
         return None, x_deltas, h_deltas, projected, dx, dh, dc
 
 

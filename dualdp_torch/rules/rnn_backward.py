@@ -70,8 +70,8 @@ class Cell:
         """(t, n, g) gates before their nonlinearity."""
         biases = [b for b in (self.b_ih, self.b_hh) if b is not None]
         bias = torch.stack(biases).sum(0) if biases else None
-        gates = product(rows_of(x), self.w_ih, bias)
-        return steps_of(gates.add_(product(rows_of(previous), self.w_hh)), x)
+        gates = F.linear(rows_of(x), self.w_ih, bias)
+        return steps_of(gates.add_(F.linear(rows_of(previous), self.w_hh)), x)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ def gru_deltas(
     cell: Cell, x: Tensor, previous: Tensor, out_grads: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, None, Tensor, None]:
     """Deltas of input and hidden side, which differ in the candidate, and of the first state."""
-    x_gates = steps_of(product(rows_of(x), cell.w_ih, cell.b_ih), x)
-    h_gates = steps_of(product(rows_of(previous), cell.w_hh, cell.b_hh), x)
+    x_gates = steps_of(F.linear(rows_of(x), cell.w_ih, cell.b_ih), x)
+    h_gates = steps_of(F.linear(rows_of(previous), cell.w_hh, cell.b_hh), x)
     (x_r, x_z, x_n), (h_r, h_z, h_n) = x_gates.chunk(3, -1), h_gates.chunk(3, -1)
     r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
     candidate = tanh(x_n + r * h_n)
@@ -268,34 +268,14 @@ def rnn_deltas(
 
 # ---------------------------------------------------------------------- oneDNN
 
-#: Multiplications in a product below which a call of oneDNN costs more than it saves.
-SMALL = 1 << 21
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_linear_pointwise"
-)
-
 
 def by_onednn(*operands: Tensor) -> bool:
-    """True if oneDNN can multiply the operands: float32 on a CPU, not recorded by autograd."""
+    """True if oneDNN can take the operands: float32 on a CPU, not recorded by autograd."""
     has_graph = torch.is_grad_enabled()
     for x in operands:
         if not on_host(x) or x.dtype != torch.float32 or (has_graph and x.requires_grad):
             return False
-    return bool(_HAS_ONEDNN and torch.backends.mkldnn.enabled)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(m, k), (o, k), (o,) -> (m, o): x weight^T + bias.
-
-    For operands in rows oneDNN takes 0.7 to 0.9 of the time of MKL, which `F.linear` uses (measured
-    on an AMD processor of family 25). Both accumulate in float32.
-    """
-    if not x.is_contiguous() or x.numel() * weight.shape[0] < SMALL or not by_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    is_dense = weight.is_contiguous() or weight.T.is_contiguous()  # slow with any other strides
-    weight = weight if is_dense else weight.contiguous()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return out
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
 # oneDNN leaves the gates of every step at the start of its training forward's workspace, whose

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers by either library, and the gates of an LSTM from oneDNN's workspace."""
+"""Recurrent layers, and the gates of an LSTM from oneDNN's workspace."""
 
 import pytest
 import torch
@@ -7,50 +7,6 @@ from torch import nn
 
 from dualdp_torch.rules import rnn_backward
 from tests.dualdp_torch.checks import assert_exact, data, randomise
-
-
-@pytest.fixture(params=["either", "onednn", "plain"])
-def library(request, monkeypatch):
-    """Sizes as they come, every product by oneDNN, or none of them."""
-    if request.param == "onednn":
-        if not rnn_backward.by_onednn(torch.ones(1)):
-            pytest.skip("this build of torch has no oneDNN")
-        monkeypatch.setattr(rnn_backward, "SMALL", 0)
-    if request.param == "plain":
-        monkeypatch.setattr(rnn_backward, "_HAS_ONEDNN", False)
-    return request.param
-
-
-def close(found, expected):
-    """Equal to float64 up to the rounding of float32."""
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-def strided(*shape):
-    """The same numbers in rows, in columns, and with gaps in both."""
-    x = data(*shape)
-    gaps = torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2].copy_(x)
-    return [x, x.mT.contiguous().mT, gaps]
-
-
-@pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (0, 4, 3), (70, 90, 65)])
-def test_products_are_those_of_float64(library, sizes):
-    """Operands in rows, in columns, and with gaps in both."""
-    m, k, o = sizes
-    bias = data(o, seed=3)
-    for x in strided(m, k):
-        for weight in strided(o, k):
-            expected = x.double() @ weight.double().T
-            close(rnn_backward.product(x, weight), expected)
-            close(rnn_backward.product(x, weight, bias), expected + bias.double())
-
-
-def test_a_product_with_a_graph_keeps_it(monkeypatch):
-    monkeypatch.setattr(rnn_backward, "SMALL", 0)
-    x = data(4, 3).requires_grad_()
-    rnn_backward.product(x, data(5, 3)).sum().backward()
-    torch.testing.assert_close(x.grad, data(5, 3).sum(0).expand(4, 3))
-
 
 FAST = ("auto", "book_keeping", "materialize")
 
@@ -68,7 +24,7 @@ class Outputs(nn.Module):
 
 @pytest.mark.parametrize("steps", [1, 1 << 19])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers(library, monkeypatch, kind, steps):
+def test_recurrent_layers(monkeypatch, kind, steps):
     monkeypatch.setattr(rnn_backward, "_CHUNK", steps)  # one step at a time, or all of them
     layer = getattr(nn, kind)(4, 3, 2, bidirectional=True, batch_first=True)
     assert_exact(randomise(Outputs(layer)), data(3, 5, 4), methods=FAST)
