@@ -24,7 +24,7 @@ from dualdp_torch.per_sample.clip import (
     clipping_bounds,
     refuse_two_pass,
 )
-from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up, one_group
+from dualdp_torch.per_sample.gradients import Formed, Limits, added_up, one_group
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
@@ -242,7 +242,7 @@ def _computed(
     gradients, losses, aux = call.gradients()
     runs_examples = isinstance(gradients, Formed)
     second_pass = None
-    if call.options.method == "two_pass" and isinstance(gradients, Captured) and call.start:
+    if call.options.method == "two_pass" and not runs_examples and call.start:
         contexts = call.unchanged, partial(call.start.replayed, call.model)
         if terms.bounds and call.parameters and not is_narrow([losses]):
             second_pass = SecondPass(

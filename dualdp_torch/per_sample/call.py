@@ -19,7 +19,7 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyse
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
-from dualdp_torch.per_sample.gradients import Captured, Gradients
+from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -45,7 +45,7 @@ METHODS = {
 }
 LossFn = Callable[..., Any]
 #: Gradients, losses (n,), and aux.
-Found = tuple[Gradients, Tensor, Any]
+Found = tuple[Captured, Tensor, Any]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_
 from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.per_sample.gradients import (
     Captured,
-    Gradients,
     Limits,
     Squares,
     added_up,
@@ -83,7 +82,7 @@ def refuse_two_pass(method: str, clipping: str) -> None:
         )
 
 
-def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[Squares, Tensor]:
+def norms_of(gradients: Captured, limits: Limits, n: int) -> tuple[Squares, Tensor]:
     """Return squared norms, and norms (n,) of whole gradients; `are_finite` if float32 held them.
 
     A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
@@ -151,7 +150,7 @@ class Factors:
 
 
 def clip_factors(
-    gradients: Gradients, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
+    gradients: Captured, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
 ) -> Factors:
     """Return the clip factors of n examples; `bounds` are those of `clipping_bounds`.
 
@@ -230,7 +229,7 @@ class SecondPass:
         smallest = sorted(parameters, key=lambda name: parameters[name].numel())
         self._names, self._sums = smallest[:witnesses], dict[str, tuple[Tensor, float]]()
 
-    def begin(self, gradients: Gradients, factors: Factors) -> None:
+    def begin(self, gradients: Captured, factors: Factors) -> None:
         """Free the gradients of the first pass, so that two need no more memory than one."""
         sums = gradients.sums({name: factors.of[name] for name in self._names}, None)
         for name, total in sums.items():
@@ -271,7 +270,7 @@ _DIFFER = (
 
 
 def clipped_sums(
-    gradients: Gradients,
+    gradients: Captured,
     factors: Factors,
     second_pass: SecondPass | None = None,
     shards: Shards | None = None,
@@ -290,13 +289,13 @@ def clipped_sums(
     return gradients.sums(factors.of, factors.rows, None if shards is None else shards.reduce)
 
 
-def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def weighted_sums(gradients: Captured, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return name -> sum of weight times gradient; rows without a weight are left out."""
     used = torch.stack([w != 0 for w in {id(w): w for w in weights.values()}.values()]).any(0)
     return gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten())
 
 
-def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
+def passes_again(gradients: Captured, rows: Tensor | None, shards: Shards | None = None) -> bool:
     """True if the sum may come from a second pass: over the same rows, so that dropout is the same.
 
     False below float32. Processes of a sharded model decide alike, also one in which no row counts.

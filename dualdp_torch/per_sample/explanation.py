@@ -13,7 +13,7 @@ from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import clipped_grad_sum
 from dualdp_torch.per_sample.call import Call, Options
-from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.model_checks import require_module
 
 
@@ -64,8 +64,9 @@ def explain(
         )
     with call.unchanged():
         gradients, _, _ = call.gradients()
-        uses = gradients.describe() if isinstance(gradients, Captured) else []
-    way = "uses" if isinstance(gradients, Captured) else "loop" if method == "loop" else "vmap"
+        runs_examples = isinstance(gradients, Formed)
+        uses = [] if runs_examples else gradients.describe()
+    way = "uses" if not runs_examples else "loop" if method == "loop" else "vmap"
     reason = None if way == "uses" or method == way else call.cache.problem
     status: dict[str, Any] = {"status": "off"}
     if check == "first" and method == "loop":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradients of one batch: as tensors in memory, or as the products they are made of.
+"""Per-sample gradients of one batch: as the products they are made of, or as tensors in memory.
 
-`Formed` and `Captured` offer the same operations: gradients, squared norms, and weighted sums.
+`Captured` and `Formed` offer the same operations: gradients, squared norms, and weighted sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, name_of
-from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
+from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, tied
 from dualdp_torch.rules.base import (
     FORCED,
     Tensor,
@@ -133,64 +133,16 @@ def _compared(
     return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
 
-class Formed:
-    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape).
-
-    Attributes, of `Captured` too:
-        is_narrow: bool, True if backward computed some of them in a precision below float32.
-        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
-            norms came from products; None before `sq_norms`, or without such norms.
-        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
-        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
-    """
-
-    doubt: Tensor | None = None
-    one_sum, scale = False, 1.0
-
-    def __init__(self, formed: dict[str, Tensor]) -> None:
-        self._n = next((len(g) for g in formed.values()), 0)
-        self.is_narrow = is_narrow(formed.values())
-        self._formed = {name: g.to(wide(g.dtype)) for name, g in formed.items()}
-
-    def grads(self) -> dict[str, Tensor]:
-        """Return a mapping from parameter name to (n, *shape)."""
-        return self._formed
-
-    def sq_norms(self, limits: Limits) -> Squares:
-        """Return squared norms."""
-        found = {name: sq_norms(g) for name, g in self._formed.items()}
-        return added_up(found, limits.group_of, self._n)
-
-    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name -> (rows,) float64 squared norms of the selected examples."""
-        return {name: exact_sq_norms(g[rows]) for name, g in self._formed.items()}
-
-    @in_full_precision
-    def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None, reduce: Reduce | None = None
-    ) -> dict[str, Tensor]:
-        """Return name -> sum over the examples of factor times gradient, of names with factors.
-
-        Examples that are not among `rows` are left out; None stands for all. `reduce` gets each sum
-        before the next one is formed, and returns what stands in its place.
-        """
-        found = {}
-        for name, weights in factors.items():
-            total = weighted_sum(pick(weights, rows), pick(self._formed[name], rows))
-            found[name] = total if reduce is None else reduce(name, total)
-        return found
-
-    def forget(self) -> None:
-        """Free the gradients."""
-        self._formed = {}
-
-
 class Captured:
     """Per-sample gradients as products of inputs and output gradients of each parameter use.
 
     Norms computed from products have an error bound. Where it exceeds the tolerance of the clip
     factor, the example's gradient is formed, and the sum takes the formed gradient: a product over
     the batch would round differently, and positions that cancel leave nothing but rounding.
+
+    Attributes:
+        is_narrow: bool, True if backward computed some of them in a precision below float32.
+        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
 
     Args:
         uses: parameter uses, whose output gradients have arrived, with their batch axes; None
@@ -237,8 +189,10 @@ class Captured:
                     f"Where the examples lie in {use} could not be seen when the model was "
                     f"examined, since gradients vanished there. {USE_LOOP}"
                 )
-            acts = batch_axis.batch_first(use.acts, n)
-            grads_out = batch_axis.batch_first(use.grads_out, n)
+            acts, grads_out = use.acts, use.grads_out
+            if batch_axis.axis or batch_axis.fold:
+                acts = batch_axis.batch_first(acts, n)
+                grads_out = batch_axis.batch_first(grads_out, n)
             narrow = has_narrow_type(grads_out.dtype)
             self.is_narrow |= narrow
             for tensor in acts if isinstance(acts, tuple) else (acts,):
@@ -284,7 +238,7 @@ class Captured:
     def _formed(self, name: str, rows: Tensor | None = None) -> Tensor:
         """Return (n, *shape), the gradients of one tensor, of all examples or of `rows`."""
         if name in self._kept:
-            return torch.as_tensor(pick(self._kept[name], rows))
+            return self._kept[name] if rows is None else self._kept[name][rows]
         if not self._parts[name]:
             zeros = self._zeros(name)
             return zeros.expand(self._n if rows is None else len(rows), *zeros.shape)
@@ -487,7 +441,11 @@ class Captured:
     def sums(
         self, factors: Mapping[str, Tensor], rows: Tensor | None, reduce: Reduce | None = None
     ) -> dict[str, Tensor]:
-        """Return name -> sum over the examples of factor times gradient; see `Formed.sums`."""
+        """Return name -> sum over the examples of factor times gradient, of names with factors.
+
+        Examples that are not among `rows` are left out; None stands for all. `reduce` gets each sum
+        before the next one is formed, and returns what stands in its place.
+        """
         if self.scale != 1:
             distinct = {id(weights): weights for weights in factors.values()}
             scaled = {key: weights * self.scale for key, weights in distinct.items()}
@@ -514,7 +472,10 @@ class Captured:
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
-            return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
+            kept = self._kept[name]
+            if rows is not None:
+                factors, kept = factors[rows], kept[rows]
+            return weighted_sum(factors, kept)
         terms: list[Tensor] = []
         if name in self._apart:
             rows, terms = self._sums_apart(name, factors, rows)
@@ -544,4 +505,10 @@ class Captured:
         self._parts, self._kept, self._below, self._small = {}, {}, {}, []
 
 
-Gradients = Formed | Captured
+class Formed(Captured):
+    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
+
+    def __init__(self, formed: dict[str, Tensor]) -> None:
+        n = next((len(grads) for grads in formed.values()), 0)
+        super().__init__({}, formed, {}, n=n, keep="all")
+        self._kept = {name: grads.to(wide(grads.dtype)) for name, grads in formed.items()}

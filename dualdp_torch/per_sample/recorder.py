@@ -34,7 +34,7 @@ from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import SecondPass, Terms
-from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
+from dualdp_torch.per_sample.gradients import Captured, Formed
 from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
@@ -537,7 +537,7 @@ class Recorder:
             raise RuntimeError("No backward was recorded. Call loss.backward() before.")
         return self.n
 
-    def gradients(self, scale: float, keep: str) -> Gradients:
+    def gradients(self, scale: float, keep: str) -> Captured:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         uses, formed = dict[Use, BatchAxis | None](), list[dict[str, Tensor]]()
