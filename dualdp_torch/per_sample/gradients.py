@@ -29,7 +29,6 @@ from dualdp_torch.rules.base import (
     lengths,
     may_keep,
     on_host,
-    row_slices,
     sq_norms,
     weighted_sum,
     wide,
@@ -175,7 +174,7 @@ class Captured:
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
         self._small = list[tuple[list[str], Tensor]]()  # kept ones in one (n, numbers) tensor
-        self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
+        self._apart: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and their formed gradients
         self._doubts: Callable[[], tuple[Tensor, Tensor]] | None = None  # of errors, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
         for use, batch_axis in uses.items():
@@ -316,8 +315,11 @@ class Captured:
             doubtful = (~is_exact).unbind(0)
             rows_of = {g: d.nonzero().flatten() for g, d in zip(doubted, doubtful, strict=True)}
             for name in table.bounded:
-                if len(rows := rows_of[limits.group_of(name)]):
-                    self._form_apart(name, rows, of)
+                rows = rows_of[limits.group_of(name)]
+                if len(rows):
+                    formed = self._formed(name, rows)
+                    of[name][rows] = (sq_norms(formed) * self.scale**2).to(whole.dtype)
+                    self._apart[name] = rows, formed
             # In the same order, so that the others' totals are the same to the last bit.
             totals, whole = _summed(table, limits)
             are_finite = bool((whole < torch.inf).all())
@@ -402,15 +404,6 @@ class Captured:
             start += size * len(same)
             yield from zip(same, last_lengths(block).unbind(1), strict=True)
 
-    def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
-        """Form and keep one parameter's gradients of the examples `rows`; update their norms."""
-        shape = self._parameters[name].shape
-        for piece in row_slices(len(rows), shape.numel(), found[name]):
-            part = rows[piece]
-            formed = self._formed(name, part)
-            found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
-            self._apart.setdefault(name, []).append((part, formed))
-
     def describe(self) -> list[dict[str, Any]]:
         """Return one dict per parameter use, the "uses" entry of `dualdp_torch.explain`."""
         found = []
@@ -478,27 +471,18 @@ class Captured:
             return weighted_sum(factors, kept)
         terms: list[Tensor] = []
         if name in self._apart:
-            rows, terms = self._sums_apart(name, factors, rows)
+            apart, formed = self._apart[name]
+            left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
+            if rows is not None:
+                left = torch.zeros_like(left).index_fill_(0, rows, True)
+            wanted = left[apart]
+            terms.append(weighted_sum(factors[apart][wanted], formed[wanted]))
+            rows = left.index_fill_(0, apart, False).nonzero().flatten()
         for part in self._parts[name] if rows is None or len(rows) else ():
             terms.append(part.sum(factors, rows))
         if len(terms) == 1:
             return terms[0]
         return _added(terms) if terms else self._zeros(name)
-
-    def _sums_apart(
-        self, name: str, factors: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the rows that were not formed apart, and the weighted sums of the others."""
-        left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
-        if rows is not None:
-            left = torch.zeros_like(left).index_fill_(0, rows, True)
-        sums = []
-        for part, formed in self._apart[name]:
-            wanted = left[part]
-            sums.append(weighted_sum(factors[part][wanted], formed[wanted]))
-        for part, _ in self._apart[name]:
-            left[part] = False
-        return left.nonzero().flatten(), sums
 
     def forget(self) -> None:
         """Free inputs, output gradients, and kept gradients."""
