@@ -86,13 +86,15 @@ def norms_of(gradients: Captured, limits: Limits, n: int) -> tuple[Squares, Tens
     """Return squared norms, and norms (n,) of whole gradients; `are_finite` if float32 held them.
 
     A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
-    for a broken one.
+    for a broken one; and all are where squares that matter may underflow.
     """
     squares = gradients.sq_norms(limits)
     norms = squares.whole.sqrt() if squares.of else torch.zeros(n)
-    if squares.are_finite:
+    is_minute = min(limits.floors.values(), default=1.0) < _LEAST_BOUND * gradients.scale
+    if not squares.of or (squares.are_finite and not is_minute):
         return squares, norms
-    rows = (~(norms < torch.inf)).nonzero().flatten()  # nor nan
+    recomputed = ~(norms < torch.inf) | is_minute  # nor nan
+    rows = recomputed.nonzero().flatten()
     exact = added_up(gradients.exact_sq_norms(rows), limits.group_of, len(rows))
 
     def replaced(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,8 +160,7 @@ def clip_factors(
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    limits = _limits(bounds, clipping)
-    squares, norms = norms_of(gradients, limits, n)
+    squares, norms = norms_of(gradients, _limits(bounds, clipping), n)
     counted, rows = mask, None  # the mask of a loader lies on the host
     if not squares.are_finite:
         counted = norms < torch.inf if mask is None else mask.to(norms.device) & (norms < torch.inf)
@@ -167,12 +168,7 @@ def clip_factors(
         norms = norms.where(mask.to(norms.device), 0)
     if counted is not None and not bool(counted.all()):
         rows = counted.nonzero().flatten().to(norms.device)
-    lengths = norms
-    if min(bounds.values()) < _LEAST_BOUND * gradients.scale and squares.of:
-        every = torch.arange(n, device=norms.device)
-        squares = added_up(gradients.exact_sq_norms(every), limits.group_of, n)
-        lengths = _roots(squares.whole, norms.dtype)
-    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares.of)
+    return Factors(_factors(squares, norms, bounds, clipping), norms, rows, squares.of)
 
 
 def static_clip_factors(
