@@ -48,6 +48,13 @@ LossFn = Callable[..., Any]
 Found = tuple[Captured, Tensor, Any]
 
 
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Context for further forwards: eager, and generators and buffers are restored after it."""
+    with eagerly(), torch.enable_grad(), untouched_generators(model), on_copies(model):
+        yield
+
+
 @dataclass(frozen=True)
 class Options:
     """Keywords that the three calls share.
@@ -210,9 +217,7 @@ class Call:
 
         few = self.batch.rows(slice(0, 2))
         with (
-            eagerly(),
-            untouched_generators(self.model),
-            on_copies(self.model),
+            unchanged(self.model),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
             Capture(self._names) as capture,
             contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
@@ -229,17 +234,6 @@ class Call:
                         formed.add(use.held[slot])
         numbers = [self.parameters[name] for name in formed & self.parameters.keys()]
         return kept // 2 + sum(p.numel() * p.element_size() for p in numbers)
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Context for further forwards: eager, and generators and buffers are restored after it."""
-        with (
-            eagerly(),
-            torch.enable_grad(),
-            untouched_generators(self.model),
-            on_copies(self.model),
-        ):
-            yield
 
     @property
     def is_definition(self) -> bool:

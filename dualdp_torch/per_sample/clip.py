@@ -15,13 +15,7 @@ from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.per_sample.gradients import (
-    Captured,
-    Limits,
-    Squares,
-    added_up,
-    one_group,
-)
+from dualdp_torch.per_sample.gradients import Captured, Limits, Squares, added_up, one_group
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, reweighted
 from dualdp_torch.rules.base import Tensor
 

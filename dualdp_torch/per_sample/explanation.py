@@ -12,7 +12,7 @@ from dualdp import _validate
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import clipped_grad_sum
-from dualdp_torch.per_sample.call import Call, Options
+from dualdp_torch.per_sample.call import Call, Options, unchanged
 from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.model_checks import require_module
 
@@ -62,7 +62,7 @@ def explain(
             f"The batch holds {call.batch.n} examples. Expected at least two: one alone goes "
             "through the loop."
         )
-    with call.unchanged():
+    with unchanged(model):
         gradients, _, _ = call.gradients()
         runs_examples = isinstance(gradients, Formed)
         uses = [] if runs_examples else gradients.describe()

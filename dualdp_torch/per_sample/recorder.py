@@ -28,7 +28,7 @@ from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysis
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.call import Call, Options
+from dualdp_torch.per_sample.call import Call, Options, unchanged
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
@@ -58,13 +58,7 @@ from dualdp_torch.per_sample.parameter_use import (
     graph_nodes,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import (
-    Start,
-    buffers_of,
-    changed_buffers,
-    on_copies,
-    untouched_generators,
-)
+from dualdp_torch.per_sample.random_state import Start, buffers_of, changed_buffers, on_copies
 from dualdp_torch.per_sample.vmap_and_loop import (
     CHANGED,
     again_by_loop,
@@ -710,16 +704,9 @@ class Recorder:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which the model may be run; its state and generators are restored after."""
-        with (
-            self.pause(),
-            self.twins.suspended(),
-            eagerly(),
-            torch.enable_grad(),
-            untouched_generators(self.model),
-            on_copies(self.model),
-            # The host's, around its step.
-            autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext(),
-        ):
+        # The host's, around its step.
+        host = autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext()
+        with self.pause(), self.twins.suspended(), unchanged(self.model), host:
             yield
 
 

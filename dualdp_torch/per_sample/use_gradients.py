@@ -11,12 +11,7 @@ import torch
 
 from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
-from dualdp_torch.rules.base import (
-    Norms,
-    Tensor,
-    weighted_sum,
-    widened,
-)
+from dualdp_torch.rules.base import Norms, Tensor, weighted_sum, widened
 from dualdp_torch.rules.together import GRAM_ERROR, sq_norms_of
 
 
