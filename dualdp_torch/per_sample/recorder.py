@@ -13,7 +13,6 @@ import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
 
@@ -143,7 +142,7 @@ class Recorder:
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
         self._replaced = dict[str, Any]()  # attributes of the model before
-        self._set("zero_grad", Zeroing(self, model.zero_grad))
+        self._set("zero_grad", Zeroing(self.zeroed, model.zero_grad))
         self.guard()
 
     def clear(self) -> None:
@@ -392,12 +391,13 @@ class Recorder:
         self.clear()
         self.twins.rewind()
 
-    def zeroing(self) -> AbstractContextManager[None]:
-        """Return the context of a `zero_grad`; forget the forwards whose gradients arrived."""
+    def zeroed(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a `zero_grad`, and forget the forwards whose gradients arrived."""
         if not self._paused and (self.has_gradients or self._in_backward):
             self._keep_forwards(lambda forward: not forward.has_gradient())
             self.has_gradients = self._in_backward = False
-        return self.twins.suspended()
+        with self.twins.suspended():
+            return call(*args, **kwargs)
 
     def drop_unused(self) -> None:
         """Forget the forwards that no backward reached: they add nothing to any gradient."""
@@ -714,22 +714,14 @@ class _Recorded(partial[Any]):
     """Call of a module that is recorded; of a class of its own, as analyses are kept by types."""
 
 
-class Zeroing:
-    """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too.
+class Zeroing(partial[Any]):
+    """Call of `Recorder.zeroed` in the place of a module's or an optimizer's `zero_grad`.
 
     A copy of the module has its own `zero_grad` there, as it is not recorded.
     """
 
-    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
-        self._recorder, self._call = recorder, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop what was recorded, then set the gradients to zero."""
-        with self._recorder.zeroing():
-            return self._call(*args, **kwargs)
-
     def __reduce__(self) -> Any:
-        return partial, (self._call,)
+        return partial, self.args
 
 
 def _no_short_cut(module: nn.Module, args: Any) -> None:
