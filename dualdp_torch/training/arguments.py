@@ -17,11 +17,11 @@ from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
+from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
-from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.items import Augment, Views
 from dualdp_torch.training.loader import (
@@ -33,7 +33,7 @@ from dualdp_torch.training.loader import (
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
-    **{method: method for method in RECORDED},
+    **{method: method for method in METHODS},
     "hooks": "materialize",
     "ew": "materialize",
     "functorch": "vmap",
