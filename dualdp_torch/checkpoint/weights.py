@@ -27,7 +27,6 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "gru": (nn.GRU, nn.GRUCell),
     "rnn": (nn.RNN, nn.RNNCell),
 }
-_STATISTICS = ("running_mean", "running_var")
 
 
 def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
@@ -41,21 +40,27 @@ def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
 def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then running statistics."""
     yield from model.named_parameters()
-    yield from (pair for pair in model.named_buffers() if _is_statistic(pair[0]))
+    yield from _statistics(model)
 
 
-def _is_statistic(name: str) -> bool:
-    """True for running statistics, the buffers that JAX has, too."""
-    return name.rpartition(".")[2] in _STATISTICS
+def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Running statistics, the buffers that JAX has, too."""
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in ("running_mean", "running_var"):
+            yield name, buffer
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching`."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching`.
+
+    A kind is one of `dualdp.layouts.LAYOUTS` or "raw", by parameter name, tied names included.
+    """
+    names, every = dict[int, list[str]](), [*model.named_parameters(remove_duplicate=False)]
+    for name, p in every:
         names.setdefault(id(p), []).append(name)
     tied = {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1}
-    return {"kinds": parameter_kinds(model), "tied": tied}
+    paths = {name: name.rpartition(".")[0] for name, _ in (*every, *_statistics(model))}
+    return {"kinds": {name: _kind(model, path) for name, path in paths.items()}, "tied": tied}
 
 
 def description(model: nn.Module) -> dict[str, Any]:
@@ -68,13 +73,6 @@ def description(model: nn.Module) -> dict[str, Any]:
         "tied": described["tied"],
         "frozen": frozenset(name for name, value in values.items() if not value.requires_grad),
     }
-
-
-def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Return kinds (`dualdp.layouts.LAYOUTS` or "raw") by parameter name, tied names included."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers() if _is_statistic(name)]
-    return {name: _kind(model, name.rpartition(".")[0]) for name in names}
 
 
 def _kind(model: nn.Module, path: str) -> str:

@@ -18,21 +18,15 @@ from torch.utils.data import DataLoader
 
 from dualdp._validate import AccountingError
 from dualdp.checkpoint import RunDocument
+from dualdp.plan.arguments import FIELDS, SYNONYMS
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_torch.checkpoint.run_state import describe_run, ledger_opener, settings_in
-from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_first
+from dualdp_torch.checkpoint.single_file import describe_run, ledger_opener, settings_in
+from dualdp_torch.parallel.process_group import QUIET, Group, group_of
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.loader import Draw, PlannedLoader
 from dualdp_torch.training.step import set_temporarily
 
 _KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "drop_last")
-
-#: Arguments of a callback that a resumed run's plan must have, and their names there.
-_COMPARED = {
-    **{name: name for name in ("max_grad_norm", "noise_multiplier", "clipping", "sampler")},
-    **{name: name for name in ("expected_batch_size", "target_epsilon", "on_budget")},
-    "target_delta": "delta",
-}
 
 
 class HostedRun:
@@ -121,7 +115,7 @@ class HostedRun:
         if saved is None:
             given = {"module": module, "optimizer": optimizer, "data_loader": source}
             planned = self._begin(given | self.arguments, num_steps)
-            self._name = on_first(group, "the name", lambda: f"dualdp-{secrets.token_hex(6)}")
+            self._name = group.word("the name", lambda: f"dualdp-{secrets.token_hex(6)}")
         else:
             planned = self._resume(module, optimizer, source, saved, folder, group)
         self._base, self._trained, self.is_running = folder / self._name, (module, optimizer), True
@@ -156,7 +150,7 @@ class HostedRun:
         source: DataLoader[Any],
         saved: Mapping[str, Any],
         folder: Path,
-        group: Group | None,
+        group: Group,
     ) -> PlannedLoader:
         try:
             self._name, document, _ = saved["name"], saved["run"], saved["pass_batches"]
@@ -167,7 +161,7 @@ class HostedRun:
                 "saved while this callback was there."
             ) from error
         opener = ledger_opener(group, document, folder / self._name)
-        engine = PrivacyEngine.loaded(module, optimizer, settings, opener, lambda: None, group)
+        engine = PrivacyEngine.loaded(module, optimizer, settings, opener, lambda: None)
         self.engine = engine
         try:
             self._refuse_other_arguments(engine.plan)
@@ -180,13 +174,16 @@ class HostedRun:
         """Refuse arguments that are not those of the saved run, which goes on by its own plan."""
         given, plan = self.arguments, self.arguments.get("plan")
         if isinstance(plan, PrivacyPlan):
-            given = {name: getattr(plan, field) for name, field in _COMPARED.items()}
+            given = {name: getattr(plan, name) for name in FIELDS}
+        pairs = {
+            name: (value, getattr(saved, SYNONYMS.get(name, name)))
+            for name, value in given.items()
+            if SYNONYMS.get(name, name) in FIELDS and isinstance(value, int | float | str)
+        }
         other = [
-            f"{name}={given[name]!r} (saved: {getattr(saved, field)!r})"
-            for name, field in _COMPARED.items()
-            if isinstance(given.get(name), int | float | str)
-            and isinstance(getattr(saved, field), int | float | str | None)
-            and given[name] != getattr(saved, field)
+            f"{name}={value!r} (saved: {theirs!r})"
+            for name, (value, theirs) in pairs.items()
+            if isinstance(theirs, int | float | str | None) and value != theirs
         ]
         if other:
             raise ValueError(
@@ -196,12 +193,9 @@ class HostedRun:
 
     def _described(self) -> RunDocument:
         """Bring the ledger to a file on rank 0, and return the document of the run on all ranks."""
-        engine, (model, optimizer) = self.engine, self._trained
-        settings = engine.settings_to_save(model, optimizer)
+        engine, trained = self.engine, self._trained
         point = f"the checkpoint after {engine.ledger.position} steps"
-        return on_first(
-            engine.group, point, lambda: describe_run(engine, settings, model, self._base)
-        )
+        return engine.group.word(point, lambda: describe_run(engine, *trained, self._base))
 
     def state(self) -> dict[str, Any]:
         """Return the run's part of the host's checkpoint: plain data.

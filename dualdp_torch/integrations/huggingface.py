@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch.nn import functional as F
@@ -80,13 +80,14 @@ class PrivacyCallback(TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer = trainer
-        trainer.train = MethodType(_train, self)
+        trainer.train = self.train
         return self
 
-    def train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run `Trainer.train` with the loader, loss and logs of this callback."""
         trainer, options = self._require_trainer(), self._require_trainer().args
         refuse(trainer)
+        resume = resume_from_checkpoint
         if resume is True:
             resume = get_last_checkpoint(options.output_dir)
         self._run.saved = _read(resume) if resume else None
@@ -146,7 +147,8 @@ class PrivacyCallback(TrainerCallback):
                     f"get_train_dataloader has batches of {own}, and the plan's would be of "
                     f"per_device_train_batch_size={size}. Expected the same."
                 )
-        return _Batches(self._run.take_loader(theirs, size, self._times, processes))
+        self._batches = _Batches(self._run.take_loader(theirs, size, self._times, processes))
+        return self._batches
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine, now that the trainer has its optimizer and has read its checkpoint."""
@@ -179,11 +181,11 @@ class PrivacyCallback(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run the physical batches of a logical one; the trainer makes the last optimizer step."""
         trainer = self._require_trainer()
-        step = type(trainer).training_step
-        total, parts = step(trainer, model, dict(inputs), None), 1
-        while not inputs.physical.is_last:
+        step = partial(type(trainer).training_step, trainer, model)
+        total, parts = step(inputs, None), 1
+        while not self._batches.physical.is_last:
             trainer.optimizer.step()  # adds to the clipped sum; the parameters do not change
-            total += step(trainer, model, dict(next(inputs.batches)), None)
+            total += step(next(self._batches.parts), None)
             parts += 1
         return total / parts
 
@@ -205,35 +207,23 @@ class PrivacyCallback(TrainerCallback):
         return per_example_loss(trainer.model, outputs, labels, smoothing).mean()
 
 
-def _train(
-    callback: PrivacyCallback, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`trainer.train` of an attached callback."""
-    return callback.train(resume_from_checkpoint, *args, **kwargs)
-
-
-class _Logical(dict[str, Any]):
-    """First physical batch of a logical batch, with an iterator over the others."""
-
-    physical: HostedLoader
-    batches: Iterator[Any]
-
-
 class _Batches:
-    """Iterable over logical batches, in place of the trainer's loader."""
+    """Iterable over the first physical batch of each logical one, in place of the trainer's loader.
+
+    Attributes:
+        parts: iterator of the pass, of which `_training_step` takes the other physical batches.
+    """
 
     def __init__(self, physical: HostedLoader) -> None:
-        self.dataset, self._physical = physical.dataset, physical
+        self.dataset, self.physical = physical.dataset, physical
+        self.parts: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
-        return len(self._physical.source)
+        return len(self.physical.source)
 
-    def __iter__(self) -> Iterator[_Logical]:
-        batches = iter(self._physical)
-        for batch in batches:
-            logical = _Logical(batch)
-            logical.physical, logical.batches = self._physical, batches
-            yield logical
+    def __iter__(self) -> Iterator[Any]:
+        self.parts = iter(self.physical)
+        yield from self.parts
 
 
 def _sampler(loader: Any) -> Any:

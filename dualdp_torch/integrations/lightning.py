@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError:  # older name of the package
     from pytorch_lightning import Callback, LightningModule  # type: ignore[assignment]
 
-from dualdp_torch.checkpoint.run_state import all_generators, set_generators
+from dualdp_torch.checkpoint.single_file import all_generators, set_generators
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.per_sample.outputs import WholeStep, float_leaves
 from dualdp_torch.rules.base import Tensor
@@ -213,12 +213,7 @@ class PrivacyCallback(Callback):
             self._optimizer.step()
 
     def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Log epsilon, as often as Lightning writes logs."""
         position = self.engine.ledger.position

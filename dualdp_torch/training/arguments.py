@@ -6,16 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
@@ -23,13 +21,7 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
-from dualdp_torch.training.items import Augment, Views
-from dualdp_torch.training.loader import (
-    PlannedLoader,
-    check_loader,
-    expected_batch_size,
-    most_steps,
-)
+from dualdp_torch.training.loader import Data
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
@@ -51,10 +43,10 @@ _OPACUS: dict[str, tuple[bool | None, str]] = {
     ),
     "wrap_model": (False, "Expected it left out: never wrapped; engine.detach() cleans up"),
     "rand_on_empty": (False, "Expected it left out: an empty draw comes as one masked example"),
-    **dict.fromkeys(
-        ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound"),
-        (None, _ADAPTIVE),
-    ),
+    "target_unclipped_quantile": (None, _ADAPTIVE),
+    "clipbound_learning_rate": (None, _ADAPTIVE),
+    "max_clipbound": (None, _ADAPTIVE),
+    "min_clipbound": (None, _ADAPTIVE),
     "unclipped_num_std": (None, _ADAPTIVE),
 }
 
@@ -155,28 +147,6 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"sampler": "poisson" if poisson else "shuffle"}
 
 
-class Data(NamedTuple):
-    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
-
-    loader: DataLoader[Any]
-    views: Views
-    users: UserRows | None
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
-        """Return the data of the arguments of `make_private`; `users` is None for examples."""
-        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
-            loader = loader.source
-        check_loader(loader)
-        seen = Views(views, augment)
-        if users is not None and augment is not None:
-            raise ValueError(
-                "users and views= or augment= came together, and a unit is the rows of a user or "
-                "the views of a row. Expected one of the two; the data set may augment its rows."
-            )
-        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
-
-
 def plan_of(
     data: Data,
     plan: PrivacyPlan | None,
@@ -191,15 +161,17 @@ def plan_of(
     passed. With users both count users. `method` has the further arguments that errors name, and
     `options` are those of `dualdp.plan.arguments.plan_of`.
     """
-    found, (loader, _, users) = _translated(given), data
-    size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
+    found = _translated(given)
     if plan is None:
-        expected = expected_batch_size(loader)
-        found.setdefault("expected_batch_size", min(expected, size) if users is None else expected)
-    if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
-        epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
-        found["num_steps"] = epochs * (most_steps(loader, users) or 0)
+        size = data.batch_size
+        expected = min(size, data.num_units) if data.users is None else size
+        found.setdefault("expected_batch_size", expected)
+    steps = data.most_steps
+    if found.get("epochs") is not None and found.get("num_steps") is None and steps is not None:
+        found["num_steps"] = steps * _validate.integer("epochs", found.pop("epochs"), minimum=1)
     also = {"poisson_sampling", *(name for name, (ours, _) in _OPACUS.items() if ours is not None)}
     own = inspect.signature(method).parameters.values()
     also |= {p.name for p in own if p.kind != p.VAR_KEYWORD}
-    return arguments.plan_of(plan, found, num_examples=size, method=name, also=also, **options)
+    return arguments.plan_of(
+        plan, found, num_examples=data.num_units, method=name, also=also, **options
+    )

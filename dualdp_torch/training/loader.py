@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,20 +26,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.batches import (
-    HandedOut,
-    drawn_indices,
-    drawn_rows,
-    num_physical_batches,
-    physical_batches,
-)
+from dualdp.plan.batches import HandedOut, drawn_indices, drawn_rows, num_physical_batches
 from dualdp.plan.plan import PrivacyPlan, require_units
-from dualdp.plan.units import UserRows
+from dualdp.plan.units import UserRows, rows_of_data
 from dualdp.randomness import SegmentBits, fold_in
 from dualdp_torch.noise.noise import keyed_generator
+from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.items import DrawnViews, ItemCollate, Views, flat_collate
+from dualdp_torch.training.items import Augment, DrawnViews, ItemCollate, Views, flat_collate
 from dualdp_torch.training.opacus_names import missing_in
 
 _KEPT = (
@@ -77,16 +73,6 @@ class Draw(NamedTuple):
         return weights * (len(weights) / len(self.mask))
 
 
-class Share(NamedTuple):
-    """Rows of every logical batch that one process works on: rank, rank + size, and so on."""
-
-    rank: int = 0
-    size: int = 1
-
-
-SINGLE_PROCESS = Share()
-
-
 def check_dataset(data: Any) -> None:
     """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
     if isinstance(data, Mapping):
@@ -102,6 +88,47 @@ def check_dataset(data: Any) -> None:
         f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
         "__getitem__ and __len__), such as TensorDataset(x, y)."
     )
+
+
+class Data(NamedTuple):
+    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
+
+    loader: DataLoader[Any]
+    views: Views
+    users: UserRows | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
+        """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
+            loader = loader.source
+        check_loader(loader)
+        seen = Views(views, augment)
+        if users is not None and augment is not None:
+            raise ValueError(
+                "users and views= or augment= came together, and a unit is the rows of a user or "
+                "the views of a row. Expected one of the two; the data set may augment its rows."
+            )
+        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
+
+    @property
+    def num_units(self) -> int:
+        """Number of examples, or of users."""
+        return len(self.loader.dataset) if self.users is None else self.users.num_users  # type: ignore[arg-type]
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of all processes; that of a `DistributedSampler`'s loader is one's."""
+        size: int = self.loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        sampler = self.loader.sampler
+        return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size
+
+    @property
+    def most_steps(self) -> int | None:
+        """Batches of a loader that drops its incomplete last one; None for others."""
+        if not self.loader.drop_last:
+            return None
+        return len(self.loader) if self.users is None else self.num_units // self.batch_size
 
 
 class _BatchSampler:
@@ -142,33 +169,31 @@ class PlannedLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        data: Data,
         plan: PrivacyPlan,
         bits: SegmentBits,
         span: Span,
-        share: Share = SINGLE_PROCESS,
-        views: Views | None = None,
-        users: UserRows | None = None,
+        group: Group,
         step: Callable[[], Any] | None = None,
     ) -> None:
-        _check_share(loader, share)
-        self.source, self.dataset = loader, loader.dataset
-        require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]
-        self._options = {name: getattr(loader, name) for name in _KEPT}
-        self._drawn: Any = self.dataset
-        self._views: Views | None = None
+        self.source, self._views, self._users = data
+        _check_share(self.source, group)
+        self.dataset = self._drawn = self.source.dataset
+        require_units(plan, len(self.dataset), self._users)  # type: ignore[arg-type]
+        self._options = {name: getattr(self.source, name) for name in _KEPT}
+        collate, augment = self._options["collate_fn"], self._views.augment
         if plan.rows_per_item is not None:
-            self._options["collate_fn"] = ItemCollate(loader.collate_fn, plan.rows_per_item)
-        if views is not None and views.augment is not None:
+            self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
+        if augment is not None:
             if plan.rows_per_item is not None:
                 raise ValueError(
                     f"views= or augment= came with rows_per_unit={plan.rows_per_item}, whose items "
                     "hold several rows already. Expected one of the two; the data set may augment "
                     "its items."
                 )
-            self._views, self._drawn = views, DrawnViews(self.dataset, views.augment)
-            self._options["collate_fn"] = partial(flat_collate, loader.collate_fn)
-        self._plan, self._bits, self._share, self._users = plan, bits, share, users
+            self._drawn = DrawnViews(self.dataset, augment)
+            self._options["collate_fn"] = partial(flat_collate, collate)
+        self._plan, self._bits, self._group = plan, bits, group
         self._span: Span = span
         self._step: Any = step
         self._is_whole = False  # True if a pass is the rest of the plan
@@ -183,18 +208,18 @@ class PlannedLoader:
 
     def _items(self, draw: Draw) -> list[Any]:
         """Arguments of the data set for each example, or each row of it, of a draw."""
-        if self._views is None:
+        if self._views.augment is None:
             return draw.indices if draw.rows is None else draw.rows
         return self._views.keys(self._bits, draw.step, draw.indices)
 
-    def limited(self, max_physical_batch_size: int) -> PlannedLoader:
+    def limited(self, max_physical_batch_size: int) -> Self:
         """Return the same loader with at most `max_physical_batch_size` rows per physical batch."""
         size = _validate.integer("max_physical_batch_size", max_physical_batch_size, minimum=1)
         other = copy.copy(self)
         other._use_size(size)
         return other
 
-    def remaining(self) -> PlannedLoader:
+    def remaining(self) -> Self:
         """Return the same loader with passes that run to the end of the plan.
 
         Once the plan is done its passes are empty.
@@ -261,18 +286,17 @@ class PlannedLoader:
         All processes get the same number of them, so that their loops take the same steps.
         """
         plan, bits, users = self._plan, self._bits, self._users
-        share, size = self._share, self._size
+        group, size = self._group, self._size
         for step in range(start, stop):
             drawn = drawn_indices(plan, bits, step)
-            own = drawn[share.rank :: share.size]
-            chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
-            missing = self._num_chunks(drawn) - len(chunks)
-            chunks += missing * list(physical_batches(drawn[:0], size))
-            for k, (indices, mask) in enumerate(chunks):
-                # No static shape is needed.
-                kept = mask if mask.any() else np.arange(len(mask)) == 0
-                units, shown = indices[kept], torch.from_numpy(mask[kept])
-                draw = Draw(step, units.tolist(), shown, k, len(chunks))
+            own = drawn[group.rank :: group.size]
+            own = own if users is None else users.having_rows(own)
+            length, num_chunks = size or max(len(own), 1), self._num_chunks(drawn)
+            for k in range(num_chunks):
+                units = own[k * length : (k + 1) * length]
+                mask = torch.full((max(len(units), 1),), len(units) > 0)
+                units = units if len(units) else np.zeros(1, np.int64)
+                draw = Draw(step, units.tolist(), mask, k, num_chunks)
                 if users is not None:
                     found = drawn_rows(plan, bits, step, units, users, plan.rows_per_unit or 1)
                     weights = torch.from_numpy(found.weights).flatten()
@@ -281,14 +305,14 @@ class PlannedLoader:
 
     def _num_chunks(self, drawn: NDArray[np.int64]) -> int:
         """Physical batches of a logical batch on every process: as many as rank 0 needs."""
-        return num_physical_batches(-(-len(drawn) // self._share.size), self._size)
+        return num_physical_batches(-(-len(drawn) // self._group.size), self._size)
 
     def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
         """Yield the physical batches of the steps start..stop-1, with their draws."""
         if self._loader is None:
             key = self._bits.key("dropout", start)
-            if self._share.rank:  # workers of different processes draw different numbers
-                key = fold_in(key, self._share.rank)
+            if self._group.rank:  # workers of different processes draw different numbers
+                key = fold_in(key, self._group.rank)
             self._loader = DataLoader(
                 self._drawn,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]
@@ -341,7 +365,7 @@ class LogicalBatch:
     chunks: tuple[Chunk, ...]
 
 
-class OwnLoopLoader:
+class OwnLoopLoader(PlannedLoader):
     """Iterable over the logical batches of a plan, from the first step not yet on record.
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
@@ -350,23 +374,14 @@ class OwnLoopLoader:
         handed_out: record of the batches that were yielded.
     """
 
-    def __init__(self, planned: PlannedLoader, plan: PrivacyPlan, views: int) -> None:
-        self._planned, self._plan = planned, plan
-        self._rows_per_unit = views * (plan.rows_per_unit or 1)
-        is_constant = plan.is_constant("max_grad_norm")
-        self._bound = plan.max_grad_norm_at(0) if is_constant else None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:
         """Logical batches of a pass that would begin now."""
-        start, stop = self._planned._span(self._planned._is_whole)
+        start, stop = self._span(self._is_whole)
         return max(stop - start, 0)
-
-    def remaining(self) -> OwnLoopLoader:
-        """Return the same loader with passes that run to the end of the plan."""
-        other = copy.copy(self)
-        other._planned = self._planned.remaining()
-        return other
 
     def indices(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield the draws of a pass for readers of your own: (indices, mask) of each step.
@@ -375,7 +390,7 @@ class OwnLoopLoader:
         draw has index 0 and mask False.
         """
         parts = list[Draw]()
-        for draw in self._planned.draws(*self._planned.coming()):
+        for draw in self.draws(*self.coming()):
             parts.append(draw)
             if draw.is_last:
                 self.handed_out.note(draw.step)
@@ -385,26 +400,28 @@ class OwnLoopLoader:
                 parts = []
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        span, chunks = self._planned.coming(), list[Chunk]()
+        plan, span, chunks = self._plan, self.coming(), list[Chunk]()
         if span[0] >= span[1]:
             return
-        for draw, batch in self._planned.of_steps(*span):
+        rows_per_unit = self._views.count * (plan.rows_per_unit or 1)
+        bound = plan.max_grad_norm_at(0) if plan.is_constant("max_grad_norm") else None
+        for draw, batch in self.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
             mask = None if bool(draw.mask.all()) else draw.mask
-            has_weights = draw.row_weights is not None
-            mark(args, Mark(self._rows_per_unit, has_weights, mask, self._bound))
+            mark(args, Mark(rows_per_unit, draw.row_weights is not None, mask, bound))
             chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
             if draw.is_last:
                 self.handed_out.note(draw.step)
-                yield LogicalBatch(self._plan, draw.step, tuple(chunks))
+                yield LogicalBatch(plan, draw.step, tuple(chunks))
                 chunks = []
 
 
-class BatchMemoryManager:
+class BatchMemoryManager(contextlib.nullcontext[PlannedLoader]):
     """Opacus' name for a loader of physical batches: `with BatchMemoryManager(...) as loader`.
 
     The loop calls `optimizer.step()` after each physical batch; only the last one of a logical
-    batch changes the parameters.
+    batch changes the parameters. A logical batch that is left unfinished begins again with the next
+    pass.
 
     Args:
         data_loader: loader that `make_private` returned.
@@ -424,13 +441,7 @@ class BatchMemoryManager:
                 f"data_loader is {_validate.kind(data_loader)}. Expected the loader that "
                 "make_private returned."
             )
-        self._loader = data_loader.limited(max_physical_batch_size)
-
-    def __enter__(self) -> PlannedLoader:
-        return self._loader
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: an unfinished logical batch begins again with the next pass."""
+        super().__init__(data_loader.limited(max_physical_batch_size))
 
 
 def draws_all(sampler: RandomSampler, n: int) -> bool:
@@ -473,32 +484,12 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def _check_share(loader: DataLoader[Any], share: Share) -> None:
+def _check_share(loader: DataLoader[Any], group: Group) -> None:
     """Refuse a `DistributedSampler` made for another rank or number of processes."""
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
+    sampler, own = loader.sampler, (group.rank, group.size)
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != own:
         raise ValueError(
             f"data_loader has a DistributedSampler of rank {sampler.rank} of "
-            f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "
+            f"{sampler.num_replicas} in process {group.rank} of {group.size}. Expected that of the "
             "process group, or a plain DataLoader with the batch size of all processes together."
         )
-
-
-def most_steps(loader: DataLoader[Any], users: UserRows | None = None) -> int | None:
-    """Return the batches of a loader that drops its incomplete last one; None for others.
-
-    With users they are batches of users.
-    """
-    if not loader.drop_last or users is None:
-        return len(loader) if loader.drop_last else None
-    return users.num_users // expected_batch_size(loader)
-
-
-def expected_batch_size(loader: DataLoader[Any]) -> int:
-    """Return the batch size of a loader, over all processes together.
-
-    With a `DistributedSampler` the loader's own batch size is that of one process.
-    """
-    size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-    sampler = loader.sampler
-    return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size

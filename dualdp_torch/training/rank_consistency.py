@@ -20,13 +20,14 @@ from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import Group, as_integers, fingerprints
 from dualdp_torch.per_sample.random_state import untouched_generators
-from dualdp_torch.training.arguments import Data, RunSettings
+from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.loader import Data
 
 _ROWS = 16  # rows of the data that are compared
 
 
 def agreed(
-    group: Group | None,
+    group: Group,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Data,
@@ -40,23 +41,18 @@ def agreed(
         What differs between processes is found before the first step.
             [test_what_differs_between_ranks_is_named]
     """
-    if group is None:
+    if group.size == 1:
         return SegmentBits(plan.seed)
-    group.require_same("plan", json.loads(plan.to_json()))
-    compared = {
-        "torch": torch.__version__,
-        **asdict(settings),
-        "steps in a pass": len(data.loader),
-        "noise_layout": repr(noise_layout),
-    }
-    group.require_same("settings", compared)
     parameters = dict(module.named_parameters())
-    group.require_same("model", {name: _described(p) for name, p in parameters.items()})
     names = {id(p): name for name, p in parameters.items()}
     groups = [
         {k: [names.get(id(p)) for p in v] if k == "params" else repr(v) for k, v in each.items()}
         for each in optimizer.param_groups
     ]
+    group.require_same("plan", json.loads(plan.to_json()))
+    compared = {"steps in a pass": len(data.loader), "noise_layout": repr(noise_layout)}
+    group.require_same("settings", {"torch": torch.__version__, **asdict(settings), **compared})
+    group.require_same("model", {name: _described(p) for name, p in parameters.items()})
     kind = type(optimizer).__qualname__
     group.require_same("optimizer", {"class": kind, "groups": groups})
     whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
@@ -68,8 +64,7 @@ def agreed(
     )
     hint = "Row i must be the same example on every process, of one data set that all have whole."
     group.require_same("data", _some_rows(data.loader.dataset, chosen), hint, shown=False)
-    users = data.users
-    arrays = None if users is None else _digest([users.starts, users.order])
+    arrays = None if data.users is None else _digest([data.users.starts, data.users.order])
     hint = "Give all of them the same users=, one id for each row of the whole data."
     group.require_same("users", arrays, hint, shown=False)
     return SegmentBits(plan.seed, secret)
@@ -90,16 +85,16 @@ def _some_rows(dataset: Any, chosen: bytes) -> dict[str, Any]:
     assert isinstance(dataset, Sized)  # as `check_loader` has made sure
     rows = np.frombuffer(chosen, np.uint64) % np.uint64(max(1, len(dataset)))
     with untouched_generators():
-        found = [_fetched(dataset, int(row)) for row in rows[: len(dataset)]]
+        pairs = [[_fetched(dataset, int(row)) for _ in range(2)] for row in rows[: len(dataset)]]
+    found = [first if first == second else None for first, second in pairs]
     return {"class": type(dataset).__qualname__, "examples": len(dataset), "rows": found}
 
 
 def _fetched(dataset: Any, row: int) -> str | None:
     try:
-        first, second = _digest(dataset[row]), _digest(dataset[row])
+        return _digest(dataset[row])
     except Exception:  # noqa: BLE001 - a data set may open its files in workers only
         return None
-    return first if first == second else None
 
 
 def _digest(value: Any) -> str:
@@ -107,15 +102,14 @@ def _digest(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
     state = hashlib.sha256(repr(spec).encode())
     for leaf in leaves:
+        state.update(repr([getattr(leaf, name, None) for name in ("shape", "dtype")]).encode())
         if torch.is_tensor(leaf):
-            state.update(repr((leaf.shape, leaf.dtype)).encode())
             leaf = as_integers(leaf.detach().cpu().contiguous().reshape(-1)).numpy()
-        if isinstance(leaf, str | PurePath):  # a file's folder may differ between machines
-            state.update(repr(PurePath(leaf).parts[-2:]).encode())
-        elif hasattr(leaf, "tobytes"):  # an array, a NumPy scalar, an image
-            state.update(repr(getattr(leaf, "shape", None)).encode() + leaf.tobytes())
-        elif isinstance(leaf, bytes | int | float | bool | None):
-            state.update(repr(leaf).encode())
+        elif isinstance(leaf, str | PurePath):  # a file's folder may differ between machines
+            leaf = PurePath(leaf).parts[-2:]
+        if hasattr(leaf, "tobytes"):  # an array, a NumPy scalar, an image
+            state.update(leaf.tobytes())
         else:
-            state.update(type(leaf).__qualname__.encode())
+            is_plain = isinstance(leaf, tuple | bytes | int | float | None)
+            state.update(repr(leaf if is_plain else type(leaf)).encode())
     return state.hexdigest()

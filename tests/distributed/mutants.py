@@ -2,6 +2,7 @@
 """Worker: what ranks release, also when something is wrong with how they work together."""
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from dualdp.randomness import SegmentBits, seeded_bits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.training import rank_consistency
-from dualdp_torch.training.loader import PlannedLoader, Share
+from dualdp_torch.training.loader import PlannedLoader
 
 from . import sharded_models as models
 
@@ -125,11 +126,12 @@ def noise_scaled(factor):
 
 def share(rank=None, size=None):
     """Ranks draw other shares."""
-    return replaced(
-        dualdp_torch.training.engine,
-        "Share",
-        lambda r, s: Share(r if rank is None else rank, size or s),
-    )
+
+    def loader(data, plan, bits, span, group, *others):
+        own = SimpleNamespace(rank=group.rank if rank is None else rank, size=size or group.size)
+        return PlannedLoader(data, plan, bits, span, own, *others)
+
+    return replaced(dualdp_torch.training.engine, "PlannedLoader", loader)
 
 
 def local_counts():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.parallel.process_group import Group, on_all, unwrapped
+from dualdp_torch.parallel.process_group import Group, unwrapped
 from dualdp_torch.training.step_checks import StepChecks
 
 from . import sharded_models as models
@@ -139,7 +139,7 @@ def refusals(folder):
     found["sums"] = said(lambda: faulty_link(rank))
     found["a failed check"] = said(lambda: failing(rank))
     found["budget"] = said(over_budget)
-    found["a failed loop"] = said(lambda: on_all(Group(), "a test", lambda: 1 / (1 - rank)))
+    found["a failed loop"] = said(lambda: Group().on_all("a test", lambda: 1 / (1 - rank)))
     return found
 
 
