@@ -178,7 +178,8 @@ class PlannedLoader:
     ) -> None:
         self.source, self._views, self._users = data
         _check_share(self.source, group)
-        self.dataset = self._drawn = self.source.dataset
+        self.dataset = self.source.dataset
+        self._drawn: Any = self.dataset
         require_units(plan, len(self.dataset), self._users)  # type: ignore[arg-type]
         self._options = {name: getattr(self.source, name) for name in _KEPT}
         collate, augment = self._options["collate_fn"], self._views.augment
