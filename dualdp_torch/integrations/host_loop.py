@@ -72,14 +72,13 @@ class HostedRun:
         """Set attributes of one of the host's objects until `finish`."""
         set_temporarily(self.undo, owner, **values)
 
-    def take_loader(
-        self, loader: DataLoader[Any], size: int, times: int, processes: int
-    ) -> HostedLoader:
+    def take_loader(self, loader: DataLoader[Any], times: int, processes: int) -> HostedLoader:
         """Return a loader in place of the host's, with the plan's batches once the run has begun.
 
-        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches,
-        of `size` examples in one process, of which it would accumulate `times` for a step.
+        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches in
+        one process, of which it would accumulate `times` for a step.
         """
+        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         options = {name: getattr(loader, name) for name in _KEPT}
         plan, logical = self.arguments.get("plan"), size * times * processes
         if isinstance(plan, PrivacyPlan):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.nn import functional as F
-from torch.utils.data import RandomSampler
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import get_last_checkpoint
@@ -19,14 +19,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import check_dataset, check_loader, draws_all
+from dualdp_torch.training.loader import check_loader
+from dualdp_torch.training.step import set_temporarily
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
 _DEFAULT_CLIP = 1.0  # default max_grad_norm of TrainingArguments, not the user's choice
 _KINDS = ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification")
 _CROSS_ENTROPIES = [f"For{kind}" for kind in _KINDS]
-_SAMPLERS = ("RandomSampler", "SeedableRandomSampler", "SequentialSampler")
 
 
 class PrivacyCallback(TrainerCallback):
@@ -128,26 +128,18 @@ class PrivacyCallback(TrainerCallback):
     def _make_loader(self) -> _Batches:
         """`get_train_dataloader` for a private run, which needs the data set's length only."""
         trainer = self._require_trainer()
-        check_dataset(trainer.train_dataset)
-        theirs = type(trainer).get_train_dataloader(trainer)
-        sampler = _sampler(theirs)
-        is_part = isinstance(sampler, RandomSampler) and not draws_all(
-            sampler, len(sampler.data_source)
-        )
-        if type(sampler).__name__ not in _SAMPLERS or is_part:
+        with ExitStack() as undo:  # accelerate would put a loader of its own around
+            set_temporarily(undo, trainer.accelerator, prepare=lambda loader: loader)
+            theirs = type(trainer).get_train_dataloader(trainer)
+        check_loader(theirs)
+        own, size = theirs.batch_sampler.batch_size, trainer.args.per_device_train_batch_size
+        if own != size:
             raise ValueError(
-                f"The trainer draws by {type(sampler).__name__}, which the plan's sampler would "
-                "replace. Expected its default; select examples in the data set instead."
+                f"get_train_dataloader has batches of {own}, and the plan's would be of "
+                f"per_device_train_batch_size={size}. Expected the same."
             )
-        size, processes = trainer.args.per_device_train_batch_size, trainer.args.world_size
-        if not type(theirs).__module__.startswith("accelerate."):  # made by get_train_dataloader
-            check_loader(theirs)
-            if (own := theirs.batch_sampler.batch_size) != size:
-                raise ValueError(
-                    f"get_train_dataloader has batches of {own}, and the plan's would be of "
-                    f"per_device_train_batch_size={size}. Expected the same."
-                )
-        self._batches = _Batches(self._run.take_loader(theirs, size, self._times, processes))
+        taken = self._run.take_loader(theirs, self._times, trainer.args.world_size)
+        self._batches = _Batches(taken)
         return self._batches
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -224,14 +216,6 @@ class _Batches:
     def __iter__(self) -> Iterator[Any]:
         self.parts = iter(self.physical)
         yield from self.parts
-
-
-def _sampler(loader: Any) -> Any:
-    """Sampler at the bottom of a loader that accelerate may have wrapped."""
-    sampler = loader
-    for name in ("batch_sampler", "batch_sampler", "sampler"):
-        sampler = getattr(sampler, name, sampler)
-    return sampler
 
 
 def _checkpointing(options: Any) -> dict[str, Any]:

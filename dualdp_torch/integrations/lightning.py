@@ -98,8 +98,7 @@ class PrivacyCallback(Callback):
                 return self._run.loader
             theirs = type(source).dataloader(source)
             check_loader(theirs)
-            size = theirs.batch_sampler.batch_size
-            return self._run.take_loader(theirs, size, times, processes)
+            return self._run.take_loader(theirs, times, processes)
 
         self._run.replace(source, dataloader=dataloader)
 

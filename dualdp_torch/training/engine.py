@@ -25,12 +25,10 @@ from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import SegmentBits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, unwrapped
-from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of
+from dualdp_torch.training.arguments import RunSettings, agreed, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
-from dualdp_torch.training.items import Augment
-from dualdp_torch.training.loader import Data, OwnLoopLoader, PlannedLoader, Span
+from dualdp_torch.training.loader import Augment, Data, OwnLoopLoader, PlannedLoader, Span
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
 

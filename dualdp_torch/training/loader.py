@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of the plan's batches, which replace those of the user's `DataLoader`."""
+"""Loader of the plan's batches, which replace those of the user's `DataLoader`.
+
+An item of the data may become several rows of the model: a pair, or views of an example.
+
+Source: De et al. 2022, section 3.2 (augmentation multiplicity), for views.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,12 +35,12 @@ from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, drawn_indices, drawn_rows, num_physical_batches
 from dualdp.plan.plan import PrivacyPlan, require_units
 from dualdp.plan.units import UserRows, rows_of_data
-from dualdp.randomness import SegmentBits, fold_in
+from dualdp.randomness import SegmentBits, fold_in, threefry
 from dualdp_torch.noise.noise import keyed_generator
 from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.items import Augment, DrawnViews, ItemCollate, Views, flat_collate
 from dualdp_torch.training.opacus_names import missing_in
 
 _KEPT = (
@@ -45,6 +51,7 @@ _WRAPPED = (  # by accelerate, Fabric and others
     "of a package that wraps loaders, the DataLoader before it was wrapped: make_private first, "
     "then accelerator.prepare(model, optimizer) or fabric.setup(model, optimizer)"
 )
+Augment = Callable[[Any, torch.Generator], Any]
 #: Function of True, for all that is left, or False -> (start, stop) steps of the coming pass.
 Span = Callable[[bool], tuple[int, int]]
 
@@ -73,21 +80,105 @@ class Draw(NamedTuple):
         return weights * (len(weights) / len(self.mask))
 
 
-def check_dataset(data: Any) -> None:
-    """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
-    if isinstance(data, Mapping):
-        is_table = not all(isinstance(key, int) for key in data)
-    else:  # a list holds examples
-        is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
-    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if is_mapped and not isinstance(data, IterableDataset) and not (is_table and len(data)):
-        return
-    what = "whose items are columns, not examples"
-    what = what if is_table else "which can't be drawn from by index"
-    raise TypeError(
-        f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
-        "__getitem__ and __len__), such as TensorDataset(x, y)."
-    )
+class ItemCollate:
+    """`collate_fn` that returns the rows of all items of a batch, an item's rows side by side.
+
+    It is made of one whose tensors are (items, K, ...).
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rows_per_item: int) -> None:
+        self._collate, self._rows = collate, rows_per_item
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the batch, whose tensors are (items K, ...)."""
+        if len(items) == self._rows:  # tensors might be (K, items, ...): another number tells
+            with untouched_generators():
+                more = self._collate(copy.deepcopy([*items, items[0]]))
+            self._rows_of(more, len(items) + 1)
+        return self._rows_of(self._collate(items), len(items))
+
+    def _rows_of(self, batch: Any, num_items: int) -> Any:
+        """Batch with the rows of each item side by side, refused where they are not there."""
+        lead, leaves = (num_items, self._rows), pytree.tree_leaves(batch)
+        rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
+        wrong = [tuple(leaf.shape) for leaf in rows if tuple(leaf.shape[:2]) != lead]
+        if wrong or not rows:
+            came = f"a tensor of shape {wrong[0]}" if wrong else "no tensor"
+            raise ValueError(
+                f"The batch of {num_items} items, {_validate.kind(batch)}, holds {came}. Expected "
+                f"{lead} in front with rows_per_unit={self._rows}, the rows of each item; what all "
+                "rows of an item share is repeated for each of them. Rows of a person need "
+                "unit='user' and users=. Tensors may lie in dicts, lists and tuples."
+            )
+        return pytree.tree_map_only(
+            (torch.Tensor, np.ndarray),
+            lambda leaf: leaf.reshape(num_items * self._rows, *leaf.shape[2:]),
+            batch,
+        )
+
+
+class Views:
+    """Views of the examples of a map-style data set, each drawn from a key of its own.
+
+    Args:
+        views: int K >= 1, number of views of each example.
+        augment: callable, `augment(example, generator)` -> one view of it; None only for K = 1, the
+            example itself.
+    """
+
+    def __init__(self, views: Any, augment: Any) -> None:
+        self.count = _validate.integer("views", views, minimum=1)
+        if augment is None and self.count > 1:
+            raise ValueError(
+                f"views={views} came without augment, and equal views would cost {views} times as "
+                "much for nothing. Expected augment=, a function (example, generator) -> view."
+            )
+        if augment is not None:
+            _validate.takes("augment", augment, "(example, generator)", None, None)
+        self.augment: Augment | None = augment
+
+    def keys(self, bits: SegmentBits, step: int, examples: list[int]) -> list[Any]:
+        """Return what `DrawnViews` takes for each example: its index and K keys of its views."""
+        shape = len(examples), self.count
+        low = np.broadcast_to(np.arange(self.count, dtype=np.uint32), shape)
+        high = np.broadcast_to(np.array(examples, np.uint32)[:, None], shape)
+        key = bits.key("views", step)
+        words = threefry.threefry2x32(key, high.flatten(), low.flatten())
+        keys = np.stack(words, 1).reshape(*shape, 2).tolist()
+        return list(zip(examples, keys, strict=True))
+
+
+class DrawnViews:
+    """Data set whose items are lists of views, for an index and the key of each view.
+
+    Torch's global generator starts from the same key, for functions that draw from it, such as
+    torchvision's.
+    """
+
+    def __init__(self, dataset: Any, augment: Augment) -> None:
+        self._dataset, self._augment = dataset, augment
+
+    def __getitem__(self, drawn: tuple[int, list[Any]]) -> list[Any]:
+        index, keys = drawn
+        example, found = self._dataset[index], []
+        for key in keys:
+            generator = keyed_generator(key, torch.device("cpu"))
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(generator.get_state())
+                found.append(self._augment(pytree.tree_map(_copied, example), generator))
+        return found
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy an array or tensor: a function that writes into it would change the data of others."""
+    if torch.is_tensor(leaf):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def flat_collate(collate: Callable[[list[Any]], Any], examples: list[list[Any]]) -> Any:
+    """Return the batch of the views of all examples, an example's views side by side."""
+    return collate([view for views in examples for view in views])
 
 
 class Data(NamedTuple):
@@ -445,16 +536,12 @@ class BatchMemoryManager(contextlib.nullcontext[PlannedLoader]):
         super().__init__(data_loader.limited(max_physical_batch_size))
 
 
-def draws_all(sampler: RandomSampler, n: int) -> bool:
-    """True for a shuffle that draws each of n examples once."""
-    return not sampler.replacement and sampler.num_samples == n
-
-
 def check_loader(loader: Any) -> None:
     """Refuse a loader with a sampler or an `__iter__` of its own, which would not be used.
 
     Raises:
-        TypeError: no `DataLoader`, or one over an iterable data set.
+        TypeError: no `DataLoader`, or data that aren't map-style: without length or rows, or a
+            collection of columns.
         ValueError: a sampler that is neither in order nor a plain shuffle of everything, or a class
             with an `__iter__` of its own.
     """
@@ -469,13 +556,26 @@ def check_loader(loader: Any) -> None:
             "plan's batches would not pass. Expected a plain DataLoader: prepare examples in the "
             f"data set or in collate_fn, or batches in the loop; {_WRAPPED}."
         )
-    check_dataset(loader.dataset)
+    data: Any = loader.dataset
+    if isinstance(data, Mapping):
+        is_table = not all(isinstance(key, int) for key in data)
+    else:  # a list holds examples
+        is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
+    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, IterableDataset) or not is_mapped or (is_table and len(data)):
+        what = "whose items are columns, not examples"
+        what = what if is_table else "which can't be drawn from by index"
+        raise TypeError(
+            f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
+            "__getitem__ and __len__), such as TensorDataset(x, y)."
+        )
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and draws_all(sampler, len(loader.dataset))  # type: ignore[arg-type]
-    )
-    plain = plain or (type(sampler) is DistributedSampler and sampler.dataset is loader.dataset)
+    plain = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler:  # a shuffle that draws each example once
+        plain = not sampler.replacement and sampler.num_samples == len(data)
+    if type(sampler) is DistributedSampler:
+        plain = sampler.dataset is data
     if not plain or batches is None:
         raise ValueError(
             f"data_loader draws by {type(sampler).__name__}"

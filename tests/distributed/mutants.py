@@ -19,7 +19,7 @@ from dualdp.plan import schedules
 from dualdp.randomness import SegmentBits, seeded_bits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import Group
-from dualdp_torch.training import rank_consistency
+from dualdp_torch.training import arguments
 from dualdp_torch.training.loader import PlannedLoader
 
 from . import sharded_models as models
@@ -94,7 +94,7 @@ def known_bits():
             "noise_bits",
             lambda seed, step: seeded_bits(9, "noise", step),
         ),
-        replaced(rank_consistency, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
+        replaced(arguments, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
     ):
         yield
 

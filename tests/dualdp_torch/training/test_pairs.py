@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.training.items import ItemCollate
+from dualdp_torch.training.loader import ItemCollate
 from tests import tiers
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, randomise
