@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dualdp_torch as dpt
 import dualdp_torch.training.engine
 import dualdp_torch.training.step
 from dualdp import PrivacyPlan
@@ -32,12 +30,11 @@ def start(ledger=None, **changes):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
-    engine = dpt.PrivacyEngine()
-    return engine, *engine.make_private(
-        module=model,
+    return models.begin(
+        model,
+        data,
+        models.plan(num_steps=STEPS, **changes),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(data, batch_size=10),
-        plan=models.plan(num_steps=STEPS, **changes),
         ledger=ledger,
         checks=0.0,  # which would stop some of the mutants before their releases are looked at
     )
@@ -47,10 +44,8 @@ def releases(ledger=None, **changes):
     """(released, clipped sum if it can be seen) of every step, each as one array."""
     engine, model, optimizer, loader = start(ledger, **changes)
     found = []
-    for x, y in loader.remaining():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for batch in loader:
+        models.step(model, optimizer, batch)
         if not engine.is_between_steps:
             continue
         release = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -227,13 +227,11 @@ def wrapper(folder):
     module = DistributedDataParallel(model, find_unused_parameters=True)
     before = {name: vars(module)[name] for name in sorted(vars(module)) if "require" in name}
     model.own.fill_(rank)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = dpt.PrivacyEngine()
-    same, _, loader = engine.make_private(
-        module=module,
-        optimizer=optimizer,
-        data_loader=DataLoader(data, batch_size=10),
-        plan=models.plan(num_steps=3, num_examples=40),
+    engine, same, optimizer, loader = models.begin(
+        module,
+        data,
+        models.plan(num_steps=3),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
     )
     assert same is module
     names = list(engine.parameters)
