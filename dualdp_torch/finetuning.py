@@ -310,27 +310,24 @@ def _check_values(
     elif mask is not None and mask.dim() == 2 and "decoder_input_ids" not in batch:
         is_left = (mask[:, 1:] > mask[:, :-1]).any(1)
     is_wrong = ((batch["labels"] < 0) & (batch["labels"] != IGNORED)).any(1)
-    flags = [~counts.any(1), is_wrong, is_packed, is_left]
-    empty, wrong, packed, left = torch.stack([f.to(counts.device) for f in flags]).tolist()
-    if any(wrong):
-        raise ValueError(
-            f"Row {wrong.index(True)} of the batch has a negative label other than {IGNORED}. "
-            f"Expected a token id, or {IGNORED} for no label."
-        )
-    if any(empty):
-        raise ValueError(
-            f"Row {empty.index(True)} of the batch has a response of length 0: all labels that a "
-            "token predicts are -100. Expected one or more in each row; leave the row out, and "
-            "pad a batch with copies of other rows."
-        )
+    problems = {
+        f"has a negative label other than {IGNORED}. Expected a token id, or {IGNORED} for no "
+        "label.": is_wrong,
+        "has a response of length 0: all labels that a token predicts are -100. Expected one or "
+        "more in each row; leave the row out, and pad a batch with copies of other rows.": (
+            ~counts.any(1)
+        ),
+        "is padded on the left and has no position_ids, so the positions of its tokens would "
+        "depend on the longest row of the batch, which is another example. Pad on the right, or "
+        "give position_ids.": is_left,
+    }
+    flags = [flag.to(counts.device) for flag in (*problems.values(), is_packed)]
+    *found, packed = torch.stack(flags).tolist()
+    for text, rows in zip(problems, found, strict=True):
+        if any(rows):
+            raise ValueError(f"Row {rows.index(True)} of the batch {text}")
     if any(packed):
         _check_packed(packed.index(True), mask, model, may_be_packed)
-    if any(left):
-        raise ValueError(
-            f"Row {left.index(True)} of the batch is padded on the left and has no position_ids, "
-            "so the positions of its tokens would depend on the longest row of the batch, which "
-            "is another example. Pad on the right, or give position_ids."
-        )
 
 
 def _check_packed(row: int, mask: Tensor | None, model: Any, may_be_packed: bool) -> None:

@@ -95,35 +95,35 @@ class HostedRun:
 
     def start(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
+        trained: tuple[nn.Module, torch.optim.Optimizer],
         wrapper: nn.Module,
         folder: str | os.PathLike[str],
         num_steps: int | None,
     ) -> None:
         """Attach an engine for a new run, or for the saved one, to the loader that was taken.
 
-        The host calls `wrapper`, such as `DistributedDataParallel`, or `module` itself, and will
-        take `num_steps` steps, None for no limit. Its folder is used unless the run has its own.
+        The host calls `wrapper`, such as `DistributedDataParallel`, or the `trained` module itself,
+        and will take `num_steps` steps, None for no limit. Its folder is used unless the run has
+        its own.
         """
         assert self.loader is not None
-        group, source, saved = group_of(wrapper), self.loader.source, self.saved
+        group, saved, self._trained = group_of(wrapper), self.saved, trained
         folder = Path(self._folder if self._folder is not None else folder)
         folder.mkdir(parents=True, exist_ok=True)
         if saved is None:
-            given = {"module": module, "optimizer": optimizer, "data_loader": source}
-            planned = self._begin(given | self.arguments, num_steps)
+            planned = self._begin(self.loader.source, num_steps)
             self._name = group.word("the name", lambda: f"dualdp-{secrets.token_hex(6)}")
         else:
-            planned = self._resume(module, optimizer, source, saved, folder, group)
-        self._base, self._trained, self.is_running = folder / self._name, (module, optimizer), True
+            planned = self._resume(self.loader.source, saved, folder, group)
+        self._base, self.is_running = folder / self._name, True
         if isinstance(wrapper, DistributedDataParallel):
             self.replace(wrapper, **QUIET)
         self._described()
         self.loader.begin(planned, 0 if saved is None else int(saved["pass_batches"]))
 
-    def _begin(self, given: dict[str, Any], num_steps: int | None) -> PlannedLoader:
+    def _begin(self, source: DataLoader[Any], num_steps: int | None) -> PlannedLoader:
+        module, optimizer = self._trained
+        given = {"module": module, "optimizer": optimizer, "data_loader": source, **self.arguments}
         if self._name and (releases := len(self.engine.ledger)):
             raise AccountingError(
                 f"This callback has trained a run of {releases} releases already, and a new one "
@@ -143,13 +143,7 @@ class HostedRun:
         return self.engine.make_private_with_epsilon(num_steps=num_steps, **given)[2]
 
     def _resume(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        source: DataLoader[Any],
-        saved: Mapping[str, Any],
-        folder: Path,
-        group: Group,
+        self, source: DataLoader[Any], saved: Mapping[str, Any], folder: Path, group: Group
     ) -> PlannedLoader:
         try:
             self._name, document, _ = saved["name"], saved["run"], saved["pass_batches"]
@@ -160,7 +154,7 @@ class HostedRun:
                 "saved while this callback was there."
             ) from error
         opener = ledger_opener(group, document, folder / self._name)
-        engine = PrivacyEngine.loaded(module, optimizer, settings, opener, lambda: None)
+        engine = PrivacyEngine.loaded(*self._trained, settings, opener, lambda: None)
         self.engine = engine
         try:
             self._refuse_other_arguments(engine.plan)

@@ -147,13 +147,9 @@ class PrivacyCallback(TrainerCallback):
         trainer = self._require_trainer()
         if self._run.loader is None:
             raise RuntimeError("trainer.train was replaced after attach(). Attach last.")
-        self._run.start(
-            trainer.model,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),  # accelerate's wrapper
-            wrapper=trainer.model_wrapped,
-            folder=args.output_dir,
-            num_steps=state.max_steps,
-        )
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # in accelerate's
+        trained = trainer.model, optimizer
+        self._run.start(trained, trainer.model_wrapped, args.output_dir, state.max_steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the pass, and stop the training if the budget is spent."""

@@ -107,13 +107,9 @@ class PrivacyCallback(Callback):
         module, self._optimizer, step = self._recorded(trainer.optimizers, pl_module)
         trainer.fit_loop._data_source.dataloader()  # if nobody has asked for it so far
         num_steps = trainer.estimated_stepping_batches
-        self._run.start(
-            module,
-            self._optimizer,
-            wrapper=trainer.model,
-            folder=trainer.default_root_dir,
-            num_steps=int(num_steps) if 0 < num_steps < math.inf else None,
-        )
+        steps = int(num_steps) if 0 < num_steps < math.inf else None
+        trained = module, self._optimizer
+        self._run.start(trained, trainer.model, trainer.default_root_dir, steps)
         physical, replace = self.engine.plan.physical_batch_size, self._run.replace
         if physical is not None and trainer.limit_train_batches != 1.0:
             raise ValueError(

@@ -65,6 +65,7 @@ class PrivacyEngine:
         group: `Group` of the processes that train together.
         keep_per_sample: bool, True if `stages` holds the per-sample gradients of later steps,
             which takes the memory of n models.
+        settings: `RunSettings` of the run.
         noise_layout: `dualdp.port.match(model, params)`, so that portable noise is that of this
             JAX model in a run that changes backends; a JAX checkpoint sets it. None otherwise.
 
@@ -85,7 +86,7 @@ class PrivacyEngine:
         self.group = Group()
         self.keep_per_sample = False
         self.noise_layout: Sequence[ParameterMap] | None = None
-        self._settings = RunSettings("mean", "auto")
+        self.settings = RunSettings("mean", "auto")
         self._ledger: Ledger | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
@@ -165,7 +166,7 @@ class PrivacyEngine:
         name = "make_private_with_epsilon" if calibrates else "make_private"
         options = {**self._plan_options, "calibrates": calibrates}
         plan = plan_of(data, plan, plan_arguments, name, self.make_private, options)
-        self._settings = settings = RunSettings(
+        self.settings = settings = RunSettings(
             loss_reduction, grad_sample_mode, has_target, 0, checked_rate(checks), data.views.count
         )
         check_kinds(module, optimizer)
@@ -212,7 +213,7 @@ class PrivacyEngine:
         ledger: Callable[[], Ledger],
     ) -> Private:
         """Hook into model and optimizer for a segment; engines that took no step leave them."""
-        model, settings, group = unwrapped(module), self._settings, self.group
+        model, settings, group = unwrapped(module), self.settings, self.group
         earlier = _earlier(model, optimizer)
         bits = agreed(group, model, optimizer, data, plan, settings, self.noise_layout)
 
@@ -224,7 +225,7 @@ class PrivacyEngine:
         for engine in earlier:
             if engine._step is not None:
                 engine.detach()
-        self._step = PrivateStep(model, optimizer, self._ledger, settings, bits, group, self)
+        self._step = PrivateStep(self, model, optimizer, bits)
         for owner in (model, optimizer):
             set_temporarily(self._undo, owner, **{_ATTACHED: Attached(self)})
         if module is not model:
@@ -248,7 +249,7 @@ class PrivacyEngine:
         the planned steps fit the target.
         """
         engine = cls()
-        engine.group, engine._settings = group_of(module), settings
+        engine.group, engine.settings = group_of(module), settings
         engine._ledger = ledger = open_ledger(False)
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
@@ -291,7 +292,7 @@ class PrivacyEngine:
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
         module, optimizer, open_ledger, at_resume = self._loaded
-        data = Data.of(data_loader, self._settings.views, augment, users)
+        data = Data.of(data_loader, self.settings.views, augment, users)
 
         def going_on() -> Ledger:
             if not recalibrate:
@@ -341,7 +342,7 @@ class PrivacyEngine:
                 "run. Expected make_private, which accounts them together."
             )
         data = Data.of(data_loader, views, augment, users)
-        self._settings.has_target = names_delta(plan, plan_arguments)
+        self.settings.has_target = names_delta(plan, plan_arguments)
         name, options = "make_loader", self._plan_options
         plan = plan_of(data, plan, plan_arguments, name, self.make_loader, options)
         bits = SegmentBits(plan.seed)
@@ -356,7 +357,7 @@ class PrivacyEngine:
 
         A pass has at most `data.most_steps`, and ends with one that a checkpoint interrupted.
         """
-        most, until = data.most_steps, self._settings.pass_end
+        most, until = data.most_steps, self.settings.pass_end
 
         def span(is_whole: bool) -> tuple[int, int]:
             plan, start = self.plan, self.ledger.position
@@ -411,7 +412,7 @@ class PrivacyEngine:
     @property
     def pass_end(self) -> int:
         """Step where the current pass over the loader ends."""
-        return self._settings.pass_end
+        return self.settings.pass_end
 
     def settings_to_save(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> RunSettings:
         """Return the settings of a run that is between two steps, for a checkpoint.
@@ -431,7 +432,7 @@ class PrivacyEngine:
                 "A logical batch is half done. Save after its last optimizer.step(), when "
                 "engine.is_between_steps."
             )
-        return self._settings
+        return self.settings
 
     def _require_step(self) -> PrivateStep:
         if self._step is None:
@@ -498,7 +499,7 @@ class PrivacyEngine:
         """
         private = self._require_step()
         with private.pause():
-            return rehearse(private.recorder.model, step, batch, self._settings.loss_reduction)
+            return rehearse(private.recorder.model, step, batch, self.settings.loss_reduction)
 
     def compile(
         self,
@@ -548,9 +549,7 @@ class PrivacyEngine:
                 "together. Expected one process, or the loop without it."
             )
         model = step.recorder.model
-        sums = compiled_sums(
-            loss_fn, model, self.plan, self._settings, physical_batch_size, backend
-        )
+        sums = compiled_sums(loss_fn, model, self.plan, self.settings, physical_batch_size, backend)
         step.is_compiled = True
         return CompiledStep(sums, step.compute)
 
@@ -567,7 +566,7 @@ class PrivacyEngine:
             ValueError: no delta.
         """
         ledger = self.ledger
-        if delta is None and not self._settings.has_target:
+        if delta is None and not self.settings.has_target:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)

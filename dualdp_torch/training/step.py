@@ -107,8 +107,8 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
 class PrivateStep:
     """Hook before every `optimizer.step()` that clips, sums, records and adds noise.
 
-    The model has no wrapper of DDP. `options` is the engine, whose `keep_per_sample` and
-    `noise_layout` are read at every step. Of several processes, rank 0 records a step when all have
+    The model has no wrapper of DDP. `keep_per_sample` and `noise_layout` of the engine are read at
+    every step. Of several processes, rank 0 records a step when all have
     agreed on it and the sums are reduced, and sends the bits of the noise in the same message; the
     others record it in ledgers in memory.
 
@@ -125,17 +125,13 @@ class PrivateStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ledger: Ledger,
-        settings: RunSettings,
-        bits: SegmentBits,
-        group: Group,
-        options: Any,
+        self, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
     ) -> None:
+        settings: RunSettings = engine.settings
         method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
-        self.optimizer, self._ledger, self._options = optimizer, ledger, options
+        ledger: Ledger = engine.ledger
+        group: Group = engine.group
+        self.optimizer, self._ledger, self._options = optimizer, ledger, engine
         self._settings, self._keep = settings, METHODS[method] or "all"
         plan, rows = ledger.plan, settings.views * (ledger.plan.rows_per_unit or 1)
         self.recorder = recorder = Recorder(
