@@ -241,9 +241,8 @@ class PlannedLoader:
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
     collate function and pinned memory are kept. Batches are drawn by `bits`: anew in every run,
-    after a resume and in a fork. The attached `PrivateStep`, which `step` returns, numbers the
-    passes (`begin`), and gets each batch before it is yielded (`announce`) and the end of each pass
-    (`leave`).
+    after a resume and in a fork. The attached `PrivateStep`, which `step` returns, takes note of
+    each batch before it is yielded.
 
     Attributes:
         source: `DataLoader` that it was made of, which a further `make_private` takes.
@@ -348,15 +347,11 @@ class PlannedLoader:
         if span[0] >= span[1]:
             return
         step = self._step()
-        number = step.begin(span[1])
         self._running = self._last = span
         try:
-            for draw, batch in self.of_steps(*span):
-                step.announce(draw, batch, number)
-                yield draw, batch
+            yield from step.batches(self.of_steps(*span), span[1])
         finally:
             self._running = None
-            step.leave(number)
 
     def coming(self) -> tuple[int, int]:
         """Return the steps (start, stop) of the coming pass.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,8 +204,12 @@ class PrivateStep:
         """True if no logical batch is under way."""
         return self._draw is None and not self._whole.norms
 
-    def begin(self, stop: int) -> int:
-        """Begin a pass that ends at step `stop` and return its number; drop an abandoned one."""
+    def batches(self, drawn: Iterable[tuple[Draw, Any]], stop: int) -> Generator[tuple[Draw, Any]]:
+        """Yield the batches of a pass that ends at step `stop`; an abandoned pass is dropped.
+
+        Raises:
+            RuntimeError: the batch before was not stepped on, or another pass has begun.
+        """
         self._expect(None)
         self._lost = None
         self._forget()
@@ -213,32 +217,26 @@ class PrivateStep:
         self.recorder.clear()
         self._settings.pass_end = stop
         self._pid = os.getpid()
-        self._pass += 1
-        return self._pass
-
-    def leave(self, number: int) -> None:
-        """End a pass, whether it is complete or abandoned."""
-        if number == self._pass:
-            self._checks.leave_loader()
-
-    def announce(self, draw: Draw, batch: Any, number: int) -> None:
-        """Take note of a batch just before the loader yields it.
-
-        Raises:
-            RuntimeError: the batch before was not stepped on, or another pass has begun.
-        """
-        self._require_whole(number)
-        if self._draw is not None:
-            raise RuntimeError(
-                f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
-                "every batch of the loader: which batches count must not depend on the data. "
-                "Evaluate on batches of another DataLoader; accumulate by a larger batch_size and "
-                "max_physical_batch_size= in make_private, with a step for each physical batch."
-            )
-        self._expect(draw)
-        self.stages = None  # frees the memory of two models
-        self._checks.begin(draw, batch)
-        self._yielded = YieldedBatch(batch) if self.is_compiled else None
+        self._pass = number = self._pass + 1
+        try:
+            for draw, batch in drawn:
+                self._require_whole(number)
+                if self._draw is not None:
+                    raise RuntimeError(
+                        f"The batch of step {self._draw.step} got no optimizer.step(). Expected "
+                        "one for every batch of the loader: which batches count must not depend on "
+                        "the data. Evaluate on batches of another DataLoader; accumulate by a "
+                        "larger batch_size and max_physical_batch_size= in make_private, with a "
+                        "step for each physical batch."
+                    )
+                self._expect(draw)
+                self.stages = None  # frees the memory of two models
+                self._checks.begin(draw, batch)
+                self._yielded = YieldedBatch(batch) if self.is_compiled else None
+                yield draw, batch
+        finally:
+            if number == self._pass:
+                self._checks.leave_loader()
 
     def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
         """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
