@@ -217,29 +217,24 @@ def settings_in(document: RunDocument) -> RunSettings:
     return RunSettings(**document["settings"], pass_end=document["pass_end"])
 
 
-def ledger_opener(
+def open_ledger(
     group: Group, document: RunDocument, path: Path, ledger: Path | None = None
-) -> Callable[[bool], Ledger]:
-    """Return a function of `recalibrate` that begins a segment of a saved run, on all processes.
+) -> Ledger:
+    """Begin a segment of a saved run, on all processes.
 
     Rank 0 goes on with the file, the others with its record in memory.
     """
+    found = list[Ledger]()
 
-    def opened(recalibrate: bool) -> Ledger:
-        found = list[Ledger]()
+    def record() -> str:
+        found.append(checkpoint.open_run(document, path, ledger))
+        return found[0].to_json() if group.size > 1 else ""
 
-        def record() -> str:
-            found.append(checkpoint.open_run(document, path, ledger, recalibrate=recalibrate))
-            return found[0].to_json() if group.size > 1 else ""
-
-        text = group.word("the ledger", record)
-        if found:
-            return found[0]
-        plan = PrivacyPlan.from_json(json.dumps(document["plan"]))
-        step, bound = document["position"], document["bound"]
-        return Ledger.resume(text, plan=plan, step=step, bound=bound, recalibrate=recalibrate)
-
-    return opened
+    text = group.word("the ledger", record)
+    if found:
+        return found[0]
+    plan = PrivacyPlan.from_json(json.dumps(document["plan"]))
+    return Ledger.resume(text, plan=plan, step=document["position"], bound=document["bound"])
 
 
 def load_run(
@@ -260,9 +255,9 @@ def load_run(
         return put_model, restorer(optimizer, inner, slots, document["optimizer"])
 
     put_model, put_optimizer = group.on_all("the parts of the checkpoint", checked)
-    opener = ledger_opener(group, document, path, ledger)
+    opened = open_ledger(group, document, path, ledger)
     settings, at_resume = settings_in(document), partial(set_generators, states, group.rank)
-    engine = PrivacyEngine.loaded(model, optimizer, settings, opener, at_resume)
+    engine = PrivacyEngine.loaded(model, optimizer, settings, opened, at_resume)
     put_model()
     put_optimizer()
     engine.noise_layout = parameter_map.from_json(document["noise_layout"]) or None

@@ -20,7 +20,7 @@ from dualdp._validate import AccountingError
 from dualdp.checkpoint import RunDocument
 from dualdp.plan.arguments import FIELDS, SYNONYMS
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_torch.checkpoint.single_file import describe_run, ledger_opener, settings_in
+from dualdp_torch.checkpoint.single_file import describe_run, open_ledger, settings_in
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.loader import Draw, PlannedLoader
@@ -153,8 +153,8 @@ class HostedRun:
                 f"The checkpoint says nothing of a private run ({error}). Expected one that was "
                 "saved while this callback was there."
             ) from error
-        opener = ledger_opener(group, document, folder / self._name)
-        engine = PrivacyEngine.loaded(*self._trained, settings, opener, lambda: None)
+        ledger = open_ledger(group, document, folder / self._name)
+        engine = PrivacyEngine.loaded(*self._trained, settings, ledger, lambda: None)
         self.engine = engine
         try:
             self._refuse_other_arguments(engine.plan)

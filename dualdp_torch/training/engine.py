@@ -35,7 +35,6 @@ from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
 Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
-OpenLedger = Callable[[bool], Ledger]  # of `recalibrate`; begins a segment
 AtResume = Callable[[], None]
 _ATTACHED = "_dualdp_engine"  # attribute of a model and an optimizer in a run
 
@@ -90,7 +89,7 @@ class PrivacyEngine:
         self._ledger: Ledger | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
-        self._loaded: tuple[nn.Module, torch.optim.Optimizer, OpenLedger, AtResume] | None = None
+        self._loaded: tuple[nn.Module, torch.optim.Optimizer, AtResume] | None = None
         self._undo = ExitStack()
 
     def make_private(
@@ -239,24 +238,22 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: RunSettings,
-        open_ledger: OpenLedger,
+        ledger: Ledger,
         at_resume: AtResume,
     ) -> Self:
         """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
 
-        The caller loads parameters and optimizer state. What `make_private` would refuse is refused
-        here. `open_ledger` begins a segment of the run's ledger; with True its noise is such that
-        the planned steps fit the target.
+        The caller loads parameters and optimizer state, and begins a segment of the run's ledger.
+        What `make_private` would refuse is refused here, and the ledger is closed.
         """
         engine = cls()
-        engine.group, engine.settings = group_of(module), settings
-        engine._ledger = ledger = open_ledger(False)
+        engine.group, engine.settings, engine._ledger = group_of(module), settings, ledger
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
         except BaseException:
             ledger.close()
             raise
-        engine._loaded = module, optimizer, open_ledger, at_resume
+        engine._loaded = module, optimizer, at_resume
         return engine
 
     def resume(
@@ -291,18 +288,13 @@ class PrivacyEngine:
             raise AccountingError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
-        module, optimizer, open_ledger, at_resume = self._loaded
+        module, optimizer, at_resume = self._loaded
         data = Data.of(data_loader, self.settings.views, augment, users)
 
         def going_on() -> Ledger:
-            if not recalibrate:
-                return self.ledger
-            self.ledger.close()
-            try:
-                return open_ledger(True)
-            except BaseException:
-                self._ledger = open_ledger(False)
-                raise
+            if recalibrate:
+                self.ledger.recalibrate()
+            return self.ledger
 
         private = self._attached("resume", module, optimizer, data, self.plan, going_on)
         self._loaded = None
