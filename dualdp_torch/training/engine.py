@@ -164,18 +164,19 @@ class PrivacyEngine:
         has_target = names_delta(plan, plan_arguments)
         name = "make_private_with_epsilon" if calibrates else "make_private"
         options = {**self._plan_options, "calibrates": calibrates}
-        plan = plan_of(data, plan, plan_arguments, name, self.make_private, options)
+        made = plan_of(data, plan, plan_arguments, name, self.make_private, options)
         self.settings = settings = RunSettings(
             loss_reduction, grad_sample_mode, has_target, 0, checked_rate(checks), data.views.count
         )
         check_kinds(module, optimizer)
-        self.group = group_of(module)
+        self.group = group = group_of(module)
+        _earlier(unwrapped(module), optimizer)  # refuses
 
-        def new_ledger() -> Ledger:
-            check(unwrapped(module), optimizer, plan, settings)
-            return Ledger(plan, path=ledger if self.group.is_first else None)
+        def opened() -> Ledger:
+            check(unwrapped(module), optimizer, made, settings)
+            return Ledger(made, path=ledger if group.is_first else None)
 
-        private = self._attached(name, module, optimizer, data, plan, new_ledger)
+        private = self._attached(name, module, optimizer, data, group.on_all(name, opened))
         self.ledger.note(checks=settings.checks)
         if settings.views > 1:
             self.ledger.note(views=settings.views)
@@ -208,19 +209,15 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data: Data,
-        plan: PrivacyPlan,
-        ledger: Callable[[], Ledger],
+        ledger: Ledger,
     ) -> Private:
         """Hook into model and optimizer for a segment; engines that took no step leave them."""
-        model, settings, group = unwrapped(module), self.settings, self.group
+        model, settings, group, plan = unwrapped(module), self.settings, self.group, ledger.plan
         earlier = _earlier(model, optimizer)
         bits = agreed(group, model, optimizer, data, plan, settings, self.noise_layout)
-
-        def opened() -> tuple[PlannedLoader, Ledger]:
-            span, step = self._spans(data), self._require_step
-            return PlannedLoader(data, plan, bits, span, group, step), ledger()
-
-        loader, self._ledger = group.on_all(name, opened)
+        given = data, plan, bits, self._spans(data), group, self._require_step
+        loader = group.on_all(name, lambda: PlannedLoader(*given))
+        self._ledger = ledger
         for engine in earlier:
             if engine._step is not None:
                 engine.detach()
@@ -290,13 +287,9 @@ class PrivacyEngine:
             )
         module, optimizer, at_resume = self._loaded
         data = Data.of(data_loader, self.settings.views, augment, users)
-
-        def going_on() -> Ledger:
-            if recalibrate:
-                self.ledger.recalibrate()
-            return self.ledger
-
-        private = self._attached("resume", module, optimizer, data, self.plan, going_on)
+        if recalibrate:
+            self.ledger.recalibrate()
+        private = self._attached("resume", module, optimizer, data, self.ledger)
         self._loaded = None
         at_resume()
         return private
