@@ -276,6 +276,20 @@ class Ledger:
         self._begin(step, scale, bound)
         self._log_steps_left(step)
 
+    def recalibrate(self) -> None:
+        """Begin a segment whose noise is such that all planned steps fit the target epsilon.
+
+        Without a target they fit the plan's epsilon.
+
+        Raises:
+            AccountingError: nothing is left to recalibrate; then the record stays as it was.
+        """
+        self.require_process()
+        step, state = self.position, self._state
+        scale = accounting.recalibrated(self.plan, state.segments, step)
+        self._begin(step, scale, state.bound)
+        self._log_steps_left(step)
+
     def _log_steps_left(self, step: int) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
         end, planned = self.end, self.plan.num_steps
