@@ -316,7 +316,8 @@ class Recorder:
             changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
-                "up again, so that what is clipped is what is trained."
+                "up again, so that what is clipped is what is trained; a functional_call with "
+                "other parameters belongs under engine.pause(), and is not private."
             )
 
     def _refuse_other_examples(self, forward: Forward) -> None:

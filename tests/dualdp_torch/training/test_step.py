@@ -130,6 +130,19 @@ def test_lbfgs_is_refused_at_set_up():
         start((model, torch.optim.LBFGS(model.parameters()), loader), plan=plan())
 
 
+def test_a_climb_without_a_closure_is_refused_at_set_up():
+    """SAM of two steps reads p.grad before `step`, where there is none yet."""
+
+    class SAM(torch.optim.SGD):
+        def first_step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=0.05)
+
+    model, _, loader = build()
+    with pytest.raises(ValueError, match="optimizer is SAM, which climbs by first_step, and each"):
+        start((model, SAM(model.parameters(), lr=0.1), loader), plan=plan())
+
+
 def test_copies_and_pickles_of_the_optimizer_are_plain():
     model, _, loader = build()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
