@@ -62,7 +62,7 @@ def answered(request: Request, call: Call, mask: Array | None, where: str) -> An
         return answer(request, call, mask)
     kind = _kind_of(request, call)
     known, is_due = seen.get(kind), options.check != "off"
-    if compat.in_trace():
+    if not compat.is_eager():
         if not known and is_due:
             _warn_of_traced(kind, where, options.origin)
         is_due = False
