@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dualdp_jax import compat
 from dualdp_jax.rules.arrays import scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
 Array = jax.Array
@@ -104,9 +105,9 @@ def weight_norms(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Est
     rows = widen(rows)
     if not _adds_all_rows(spec, others[0]):
         moved = rounding(jnp.sqrt(jnp.square(rows).sum(2)))
-        return Estimate(sq_norms_by_row(numbers, rows, spec.shape[0]), rounding=moved)
+        return Estimate(_sq_norms(numbers, rows, spec.shape[0]), rounding=moved)
     ones = jnp.ones((*numbers.shape, 1), rows.dtype)
-    counts = jnp.sqrt(sq_norms_by_row(numbers, ones, spec.shape[0]))
+    counts = jnp.sqrt(_sq_norms(numbers, ones, spec.shape[0]))
     row = widen(grads_out).reshape(numbers.shape[0], 1, -1)
     return of_lengths(counts[:, None, None], row)
 
@@ -119,19 +120,46 @@ def _adds_all_rows(spec: Spec, indices: Array) -> bool:
     return is_all and bool(spec.summed) and not spec.loops and set(spec.summed) <= set(axes)
 
 
-def sq_norms_by_row(numbers: Array, rows: Array, total: int) -> Array:
-    """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal.
+def _sq_norms(numbers: Array, rows: Array, total: int) -> Array:
+    """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
+    by_table = partial(sq_norms_by_table, total=total)
+    by_sort = partial(sq_norms_by_sort, total=total)
+    form = form_of("of the platform", "table", "sort")
+    if form != "of the platform":
+        return by_table(numbers, rows) if form == "table" else by_sort(numbers, rows)
+    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
 
-    Each different number below `total` gets one of t places: a whole table for each example would
-    take far more memory.
+
+def sq_norms_by_table(numbers: Array, rows: Array, *, total: int) -> Array:
+    """One example after the other, which writes its positions into a table of row numbers.
+
+    What it reads back is one position for each different number.
     """
+    positions = jnp.arange(rows.shape[1], dtype=jnp.int32)
 
-    def added(numbers: Array, rows: Array) -> Array:
-        _, place = jnp.unique(numbers, return_inverse=True, size=len(rows))
-        place = jnp.where(numbers < total, place, len(rows))
-        return jnp.zeros_like(rows).at[place].add(rows, mode="drop")
+    def step(table: Array, example: tuple[Array, Array]) -> tuple[Array, Array]:
+        table = table.at[example[0]].set(positions, mode="promise_in_bounds")
+        added = _added(table[example[0]], *example, total)
+        return table, jnp.square(added).sum()
 
-    return sq_norm(jax.vmap(added)(numbers, rows))
+    empty = compat.varying_zeros((total + 1,), jnp.int32, compat.varying_axes(numbers))
+    return jax.lax.scan(step, empty, (numbers, rows))[1]
+
+
+def sq_norms_by_sort(numbers: Array, rows: Array, *, total: int) -> Array:
+    """All examples at once, for devices on which sequential steps are slow."""
+
+    def one(numbers: Array, rows: Array) -> Array:
+        _, places = jnp.unique(numbers, return_inverse=True, size=len(rows))
+        return _added(places, numbers, rows, total)
+
+    return sq_norm(jax.vmap(one)(numbers, rows))
+
+
+def _added(places: Array, numbers: Array, rows: Array, total: int) -> Array:
+    """Sums of rows (t, d) by their places, one for each different number below `total`."""
+    places = jnp.where(numbers < total, places, len(rows))
+    return jnp.zeros_like(rows).at[places].add(rows, mode="drop")
 
 
 def weighted_sum(spec: Spec, others: tuple[Array, ...], grads_out: Array, weights: Array) -> Array:

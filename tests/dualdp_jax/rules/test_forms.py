@@ -90,7 +90,7 @@ def used_twice(p, x):
 
 ONE, DOT = ("lengths", "gram", "gradients"), ("gram", "gradients")
 CONV, TIED = ("gram", "patches", "offsets"), ("pairs", "formed")
-ROWS, COUNTS = ("rows",), ("counts",)  # of lookups; the sum of all rows needs their counts alone
+ROWS, COUNTS = ("table", "sort"), ("table",)  # of lookups; a sum of all rows needs counts alone
 #: name: (loss, shape of the weight, batch, forms)
 CASES = {
     "one position": (dense, (7, 5), draw(N, 7), ONE),
@@ -191,7 +191,8 @@ FAULTS = {
     "patches of a convolution": (conv, "patches_of", lambda x: 0.9 * x, (CONV,), "patches"),
     "offsets of a convolution": (conv, "offset_grads", shifted, (CONV,), "offsets"),
     "sum of a convolution": (conv, "scaled", lambda x: 1.01 * x, (CONV,), ""),
-    "norms of a lookup": (gather, "sq_norms_by_row", smaller, (ROWS,), ""),
+    "table of a lookup": (gather, "sq_norms_by_table", smaller, (ROWS,), "table"),
+    "sort of a lookup": (gather, "sq_norms_by_sort", smaller, (ROWS,), "sort"),
     "counts of a lookup": (gather, "of_lengths", smaller, (COUNTS,), ""),
     "sum of a lookup": (gather, "scaled", lambda x: 1.01 * x, (ROWS,), ""),
     "pairs of a tied matrix": (tied, "pairs", lambda x: 0.8 * x, (TIED,), "pairs"),
