@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -80,7 +80,11 @@ class Origin(Frame):
         self._loop = weakref.ref(loop)
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parts", "bound", "step"],  # what may be traced
+    meta_fields=["origin"],  # what is compiled in
+)
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Logical batch of a step, or one physical part of it; a pytree, with read-only arrays.
@@ -133,27 +137,12 @@ class Chunk:
         """Plan that drew it."""
         return self.origin.plan
 
-    @property
-    def loop(self) -> Ledger | None:
-        """Loop of the user's own that records its release; None if there is none."""
-        return self.origin.loop
-
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             "A batch of the loader can't be unpacked: it has a mask, and a bound of its own. "
             "Expected step(state, batch), or clipped_grad_sum(loss_fn, params, batch) in a loop of "
             "your own; batch.batch has the arguments of the loss."
         )
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Origin]:
-        """Return what may be traced, and what is compiled in."""
-        return (self.parts, self.bound, self.step), self.origin
-
-    @classmethod
-    def tree_unflatten(cls, origin: Origin, children: tuple[Any, ...]) -> Chunk:
-        """Inverse of `tree_flatten`."""
-        parts, bound, step = children
-        return cls(parts, bound, step, origin)
 
     def options(self, *, of_sum: bool) -> dict[str, Any]:
         """Return the keyword arguments of `clipped_grad_sum`, or another call, for this chunk."""

@@ -193,7 +193,7 @@ def gdp_epsilon(
     1.618
     """
     sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
-    rate = _validate.sample_rate(sample_rate)
+    rate = _validate.probability("sample_rate", sample_rate)
     steps = _validate.integer("num_steps", num_steps)
     target = _validate.probability("delta", delta)
     if sigma == 0 and rate * steps > 0:

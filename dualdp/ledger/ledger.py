@@ -276,6 +276,20 @@ class Ledger:
         self._begin(step, scale, bound)
         self._log_steps_left(step)
 
+    def recalibrate(self) -> None:
+        """Begin a segment whose noise is such that all planned steps fit the target epsilon.
+
+        Without a target they fit the plan's epsilon.
+
+        Raises:
+            AccountingError: nothing is left to recalibrate; then the record stays as it was.
+        """
+        self.require_process()
+        step, state = self.position, self._state
+        scale = accounting.recalibrated(self.plan, state.segments, step)
+        self._begin(step, scale, state.bound)
+        self._log_steps_left(step)
+
     def _log_steps_left(self, step: int) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
         end, planned = self.end, self.plan.num_steps
@@ -512,7 +526,7 @@ class Ledger:
         size = plan.expected_batch_size_at(step)
         stddev = plan.max_grad_norm.count_stddev(size)
         if plan.noise == "secure":  # the count is a multiple of 1/2
-            noise = round(2 * stddev * float(grid_noise.normals(bits, 1)[0])) / 2
+            noise = float(grid_noise.grid_noise(bits, cells=2 * stddev, size=1)[0]) / 2
         else:
             noise = stddev * float(normal(key_of(bits), (), dtype=np.float64))
         return float((num_below - num_rows / 2 + noise) / size + 0.5)
