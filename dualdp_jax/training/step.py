@@ -157,7 +157,8 @@ class PrivateStep:
         self._added = updated = collected = None
         if mesh is not None:
             of_sums, of_numbers = mesh.zeros(trained, numbers)
-            self._nothing, number = Totals(of_sums, *of_numbers), mesh.sharding()
+            self._nothing = Totals(of_sums, *of_numbers)
+            number: PyTree = mesh.sharding()
             self._added = shardings(self._nothing), mesh.sharding(mesh.axes)
             collected = Totals(shardings(trained), number, number, number)
             updated = shardings(trained), shardings(self.opt_state), number
