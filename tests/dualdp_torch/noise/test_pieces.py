@@ -56,8 +56,9 @@ def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
         (grid_noise, "keystream", lambda key, first, num_bytes: num_bytes // 8),
         (noise, "keyed_generator", lambda *args: 1 << 16),
     ):
+        right = getattr(module, name)
 
-        def seen(*args, right=getattr(module, name), numbers=numbers):
+        def seen(*args, right=right, numbers=numbers):
             drawn.append(numbers(*args))
             return right(*args)
 
