@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from dualdp import _validate, accountants
-from dualdp.accountants.closed_forms import gaussian_epsilon
-from dualdp.accountants.search import bracket, last_within
+from dualdp.accountants.base import bracket, last_within
+from dualdp.accountants.pld import gaussian_epsilon
 from dualdp.audit.protocol import PrivateStep
 from dualdp.audit.statistics import log_likelihood_ratio
 

@@ -26,7 +26,6 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "gru": (nn.GRU, nn.GRUCell),
     "rnn": (nn.RNN, nn.RNNCell),
 }
-_STATISTICS = ("running_mean", "running_var")
 
 
 def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
@@ -40,12 +39,14 @@ def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
 def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then running statistics."""
     yield from model.named_parameters()
-    yield from (pair for pair in model.named_buffers() if _is_statistic(pair[0]))
+    yield from _statistics(model)
 
 
-def _is_statistic(name: str) -> bool:
-    """True for running statistics, the buffers that JAX has, too."""
-    return name.rpartition(".")[2] in _STATISTICS
+def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Running statistics, the buffers that JAX has, too."""
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in ("running_mean", "running_var"):
+            yield name, buffer
 
 
 def description(model: nn.Module) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def description(model: nn.Module) -> dict[str, Any]:
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
     """Return kinds (of `dualdp.porting.layouts`, or "raw") by name of a parameter, tied or not."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers() if _is_statistic(name)]
+    names += [name for name, _ in _statistics(model)]
     return {name: _kind(model, name.rpartition(".")[0]) for name in names}
 
 

@@ -88,13 +88,12 @@ def noise_of_step(other):
     """The noise of another step."""
 
     def mutant(stack, patch):
-        where = {"torch": "dualdp_torch.training.step", "jax": "dualdp_jax.training.engine"}
         bits = {}
 
         def drawn(seed, step):
             return bits.setdefault(other(step), fresh_bits())
 
-        patch.setattr(f"{where[stack]}.noise_bits", drawn)
+        patch.setattr(f"dualdp_{stack}.training.step.noise_bits", drawn)
         return STEPS[stack]()
 
     return mutant

@@ -13,9 +13,8 @@ import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import checkpoint, port
 from dualdp_jax.checkpoint import single_file as jax_file
-from dualdp_torch.checkpoint import run_state
 from dualdp_torch.checkpoint import single_file as torch_file
-from dualdp_torch.checkpoint.optimizer_state import restorer
+from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
 
 #: Name -> torch's class and settings, and optax's transformation with the same updates.
 CASES = {
@@ -110,7 +109,7 @@ DOCUMENT = {
 
 def to_jax(model, optimizer, like, position=1):
     """State like `like` of what a checkpoint of torch would hold."""
-    tensors, described = run_state.run_tensors(model, optimizer)
+    tensors, described = torch_file.run_tensors(model, optimizer), named_state(optimizer, model)[1]
     document = DOCUMENT | {
         "stack": "torch",
         "position": position,
@@ -128,7 +127,7 @@ def to_torch(state, twin):
     arrays = {name: np.asarray(array) for name, array in jax_file.named_arrays(state).items()}
     like = twin.model, twin.optimizer
     arrays, document = torch_file.converted(arrays, DOCUMENT | {"stack": "jax"}, like, None)
-    tensors = {name: run_state.to_tensor(array, False) for name, array in arrays.items()}
+    tensors = {name: torch_file.to_tensor(array, False) for name, array in arrays.items()}
     parts = {
         part: {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
         for part in ("params/", "optimizer/")
