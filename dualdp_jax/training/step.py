@@ -145,7 +145,8 @@ class CompiledStep:
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
         is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
         self.draws_keys = self.needs_key or self.augment is not None or is_module
-        self.takes_noise = adam_bc.is_in(self.opt_state)  # its standard deviation
+        # An `adam_bc` takes the standard deviation of the noise.
+        self.takes_noise = bool(compat.nodes_of(self.opt_state, adam_bc.AdamBCState))
         self.program: Program | None = None  # of the loss, which all compiled functions share
         self.dtype, mesh = self.parameters.dtype, self.data_mesh
         trained: Any = self.parameters.trained

@@ -575,7 +575,7 @@ class Recorder:
         with self.pause():
             if forward.alone is not None:
                 return gradients_alone(forward.alone, cotangents, self.parameters, k)
-            if forward.was_changed():
+            if any(t._version != version for t, version in forward.versions):
                 raise ChangedInPlaceError(CHANGED)
             arguments = (*forward.batch.arguments(), cotangents)
             again = (
@@ -616,11 +616,6 @@ class Recorder:
         """True if this purpose was checked on batches like those of all forwards."""
         own = self._purpose(purpose)
         return all(own in forward.cache.checked for forward in self.forwards)
-
-    def note_checked(self, purpose: tuple[Any, ...]) -> None:
-        """Note that this purpose was checked, for one forward or for several of a batch."""
-        for forward in self.forwards:
-            forward.cache.checked |= {purpose, self._purpose(purpose)}
 
     def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
         """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
@@ -697,7 +692,8 @@ class Recorder:
         with self.unchanged():
             found = self._tried(numbers, terms, check, is_first)
         if compared[-1]:
-            self.note_checked(purpose)
+            for forward in self.forwards:  # for one of them alone, too
+                forward.cache.checked |= {purpose, self._purpose(purpose)}
         return found, compared[-1]
 
     def _tried(
