@@ -100,7 +100,7 @@ def _scale_by_adam_bc(settings: dict[str, float]) -> optax.GradientTransformatio
         *,
         noise_stddev: jax.Array | float | None = None,
         noisy_mean: PyTree = None,
-        **_: object,
+        **_: PyTree,
     ) -> tuple[PyTree, AdamBCState]:
         if noise_stddev is None:
             raise TypeError(
