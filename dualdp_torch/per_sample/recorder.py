@@ -563,7 +563,7 @@ class Recorder:
         with self.pause():
             if forward.alone is not None:
                 return gradients_alone(forward.alone, cotangents, self.parameters, k)
-            if forward.was_changed():
+            if any(t._version != version for t, version in forward.versions):
                 raise ChangedInPlaceError(CHANGED)
             arguments = (*forward.batch.arguments(), cotangents)
             again = (
@@ -604,11 +604,6 @@ class Recorder:
         """True if this purpose was checked on batches like those of all forwards."""
         own = self._purpose(purpose)
         return all(own in forward.cache.checked for forward in self.forwards)
-
-    def note_checked(self, purpose: tuple[Any, ...]) -> None:
-        """Note that this purpose was checked, for one forward or for several of a batch."""
-        for forward in self.forwards:
-            forward.cache.checked |= {purpose, self._purpose(purpose)}
 
     def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
         """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
@@ -698,8 +693,8 @@ class Recorder:
             if way == "loop":
                 forward.cache.give_up_vmap(self.model, str(failure))
         self.by_loop |= failure is not None and way == "loop"
-        if compared:
-            self.note_checked(purpose)
+        for forward in self.forwards if compared else ():  # for one of them alone, too
+            forward.cache.checked |= {purpose, self._purpose(purpose)}
         return numbers, compared
 
     @contextlib.contextmanager
