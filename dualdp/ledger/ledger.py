@@ -266,10 +266,8 @@ class Ledger:
                 f"step={step} is past the {farthest} steps on record. Expected the ledger of the "
                 "same run."
             )
-        bound = _validate.positive("bound", bound) if plan.is_adaptive else None
-        scale = state.segments[-1].noise_scale
-        if recalibrate:
-            scale = accounting.recalibrated(self.plan, state.segments, step)
+        last, given = state.segments[-1].noise_scale, (plan, state.segments, step)
+        scale = accounting.recalibrated(*given) if recalibrate else last
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
@@ -283,11 +281,7 @@ class Ledger:
         Raises:
             AccountingError: nothing is left to recalibrate; then the record stays as it was.
         """
-        self.require_process()
-        step, state = self.position, self._state
-        scale = accounting.recalibrated(self.plan, state.segments, step)
-        self._begin(step, scale, state.bound)
-        self._log_steps_left(step)
+        self._go_on("", self.position, self._state.bound, True)
 
     def _log_steps_left(self, step: int) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
@@ -306,7 +300,7 @@ class Ledger:
         """Append the line of a new segment."""
         record: Record = {"segment": step, "noise_scale": noise_scale, "id": secrets.token_hex(8)}
         if self.plan.is_adaptive:
-            record["max_grad_norm"] = bound
+            record["max_grad_norm"] = _validate.positive("bound", bound)
         self.chain.append(record)
         if self.unused is not None:
             self.unused = {}
