@@ -135,7 +135,7 @@ def converted(
     check_kinds(model, optimizer, "model")
     ours = model_tensors(model)
     described = {
-        "layout": weights.layout(model),
+        "layout": weights.description(model),
         "trained": [name for name, p in model.named_parameters() if p.requires_grad],
         "parameters": [name for name, _ in model.named_parameters()],
         "optimizer": named_state(optimizer, model)[1],
@@ -185,7 +185,7 @@ def run_document(
     """Return the document of a checkpoint at `path`; the ledger is in a file from now on."""
     document, inner = describe_run(engine, model, optimizer, path), unwrapped(model)
     document["optimizer"] = named_state(optimizer, inner)[1]
-    document["layout"] = weights.layout(inner)
+    document["layout"] = weights.description(inner)
     document["noise_layout"] = parameter_map.to_json(engine.noise_layout or ())
     return document
 

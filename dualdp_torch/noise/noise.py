@@ -365,14 +365,14 @@ def _portable(
             "this model."
         )
     for part in flat.parts:
-        (name,), (start, size), like = part.names, part.piece, flat.like(part)
+        (name,), start, like = part.names, part.piece.start, flat.like(part)
         dtype: Any = np.float64 if like.dtype == torch.float64 else np.float32
         if name in leaves:  # a tensor may be several leaves of JAX
             leaf = partial(_leaf, key, dtype)
             drawn = np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
         else:
             own, stop = fold_in(key, flat.names.index(name)), start + part.length
-            drawn = threefry.normal_between(own, start, stop, size=size, dtype=dtype)
+            drawn = threefry.normal_between(own, start, stop, dtype=dtype)
         found.append(torch.from_numpy(drawn).to(like.device).mul_(stddev))
     return found
 

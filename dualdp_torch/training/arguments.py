@@ -25,18 +25,18 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_torch.parallel.fsdp import check_sharded, is_sharded
 from dualdp_torch.parallel.process_group import Group, as_integers, fingerprints
+from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.random_state import untouched_generators
-from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.loader import Data
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
-    **{method: method for method in RECORDED},
+    **{method: method for method in METHODS},
     "hooks": "materialize",
     "ew": "materialize",
     "functorch": "vmap",
@@ -97,11 +97,13 @@ def check(
     """Refuse a model, optimizer or plan that cannot be trained privately; changes nothing."""
     _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
     _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):  # as of SAM
+        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        what = "evaluates its closure several times a step" if is_lbfgs else "climbs by first_step"
         raise ValueError(
-            "optimizer is LBFGS, which evaluates its closure several times a step, and each "
-            "gradient would be a release of its own. Expected one gradient a step, as SGD and Adam "
-            "need; they take a closure, too."
+            f"optimizer is {type(optimizer).__name__}, which {what}, and each gradient would be a "
+            "release of its own. Expected one gradient a step, as SGD and Adam need; they take a "
+            "closure, too."
         )
     if isinstance(optimizer, AdamBC):
         adam.require_independent(plan)

@@ -334,7 +334,7 @@ class PrivacyEngine:
         bits = SegmentBits(plan.seed)
         self._own_loop = loader = OwnLoopLoader(data, plan, bits, self._spans(data), self.group)
         self._ledger = Ledger(plan, path=ledger)
-        own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
+        own_loops.open_loop(self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
         return loader
 
@@ -364,7 +364,6 @@ class PrivacyEngine:
         if self._own_loop is None:
             self._require_step()
         self._undo.close()
-        self.ledger.own_loop = None  # its noise is asked for no more
         self.ledger.close()
         self._step = None
 

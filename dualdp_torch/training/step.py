@@ -155,7 +155,7 @@ class PrivateStep:
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
         self._opacus = optimizer_values(optimizer, plan)
-        zeroing = Zeroing(recorder, optimizer.zero_grad)
+        zeroing = Zeroing(recorder.zeroed, optimizer.zero_grad)
         set_temporarily(self._undo, optimizer, zero_grad=zeroing, **{_AMP: True}, **self._opacus)
         self._undo.callback(self._checks.end)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)

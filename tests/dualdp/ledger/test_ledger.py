@@ -29,10 +29,10 @@ def release(ledger, step, below=3, rows=50):
     return ledger.record(step, noisy_fraction=fraction)
 
 
-def run(plan, stop, **options):
+def run(plan, steps=8, path=None):
     """A ledger of the first steps."""
-    ledger = dualdp.Ledger(plan, **options)
-    for step in range(stop):
+    ledger = dualdp.Ledger(plan, path=path)
+    for step in range(steps):
         release(ledger, step)
     return ledger
 

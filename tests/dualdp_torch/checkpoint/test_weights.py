@@ -41,7 +41,7 @@ def test_arrays_go_out_and_come_back():
 
 
 def test_kinds_are_those_of_the_owning_module():
-    assert weights.layout(Tied())["kinds"] == {
+    assert weights.parameter_kinds(Tied()) == {
         "scale": "raw",
         "embedding.weight": "embedding",
         "norm.weight": "norm",

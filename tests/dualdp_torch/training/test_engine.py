@@ -277,6 +277,17 @@ def test_parameters_that_change_after_set_up_are_refused(change):
         model(x)
 
 
+def test_other_parameters_of_a_functional_call_are_refused():
+    _, model, _, loader = start(plan=plan())
+    _batches, x, y = first_batch(loader)
+
+    def loss(parameters):
+        return F.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    with pytest.raises(RuntimeError, match=r"functional_call.*belongs under engine.pause\(\)"):
+        torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
 def test_an_optimizer_that_changes_after_set_up_is_refused():
     _, model, optimizer, loader = start(plan=plan())
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import dualdp_torch as dpt
 from dualdp import AccountingError
 from dualdp.plan import schedules
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
 from dualdp_torch.noise.noise import NoiseSource
 from tests.dualdp_torch.checks import randomise
 from tests.dualdp_torch.loop import (
@@ -130,6 +130,19 @@ def test_lbfgs_is_refused_at_set_up():
         start((model, torch.optim.LBFGS(model.parameters()), loader), plan=plan())
 
 
+def test_a_climb_without_a_closure_is_refused_at_set_up():
+    """SAM of two steps reads p.grad before `step`, where there is none yet."""
+
+    class SAM(torch.optim.SGD):
+        def first_step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=0.05)
+
+    model, _, loader = build()
+    with pytest.raises(ValueError, match="optimizer is SAM, which climbs by first_step, and each"):
+        start((model, SAM(model.parameters(), lr=0.1), loader), plan=plan())
+
+
 def test_copies_and_pickles_of_the_optimizer_are_plain():
     model, _, loader = build()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -236,7 +249,7 @@ def test_per_sample_gradients_can_be_kept(mode, size):
     assert stages.unprotected_grads.keys() == truth.keys()
     for name, grads in truth.items():
         torch.testing.assert_close(stages.unprotected_grads[name], grads)
-    factors = clip_factors(stages.unprotected_norms, 0.5, xp=torch)
+    factors = factors_for("flat", stages.unprotected_norms, 0.5, xp=torch)
     for name, grads in stages.unprotected_grads.items():
         total = torch.tensordot(factors, grads, 1)
         torch.testing.assert_close(stages.unprotected_sum[name], total)
