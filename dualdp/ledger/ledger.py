@@ -267,8 +267,10 @@ class Ledger:
                 f"step={step} is past the {farthest} steps on record. Expected the ledger of the "
                 "same run."
             )
-        last, given = state.segments[-1].noise_scale, (plan, state.segments, step)
-        scale = accounting.recalibrated(*given) if recalibrate else last
+        bound = _validate.positive("bound", bound) if plan.is_adaptive else None
+        scale = state.segments[-1].noise_scale
+        if recalibrate:
+            scale = accounting.recalibrated(plan, state.segments, step)
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
@@ -282,6 +284,7 @@ class Ledger:
         Raises:
             AccountingError: nothing is left to recalibrate; then the record stays as it was.
         """
+        self.require_process()
         self._go_on("", self.position, self._state.bound, True)
 
     def _log_steps_left(self, step: int) -> None:
@@ -301,7 +304,7 @@ class Ledger:
         """Append the line of a new segment."""
         record: Record = {"segment": step, "noise_scale": noise_scale, "id": secrets.token_hex(8)}
         if self.plan.is_adaptive:
-            record["max_grad_norm"] = _validate.positive("bound", bound)
+            record["max_grad_norm"] = bound
         self.chain.append(record)
         if self.unused is not None:
             self.unused = {}

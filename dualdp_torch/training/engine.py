@@ -288,7 +288,6 @@ class PrivacyEngine:
         module, optimizer, at_resume = self._loaded
         data = Data.of(data_loader, self.settings.views, augment, users)
         if recalibrate:
-            self.ledger.require_process()
             self.ledger.recalibrate()
         private = self._attached("resume", module, optimizer, data, self.ledger)
         self._loaded = None
