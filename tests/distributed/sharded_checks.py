@@ -227,10 +227,8 @@ def one_whole_gradient_is_alive_at_a_time(patch):
 # ---------------------------------------------------------------------- guards
 
 
-@contextlib.contextmanager
 def refused(kind, match):
-    with pytest.raises(kind, match=match):
-        yield
+    return pytest.raises(kind, match=match)
 
 
 def guards_of_the_recorder_are_on():
