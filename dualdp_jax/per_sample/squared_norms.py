@@ -96,20 +96,22 @@ def _by_forming(known: Sequence[tuple[Estimate, Array]]) -> list[Array]:
     """Squared norms (n,) of (estimate, is fine) of each leaf, from the formed gradients.
 
     Gradients are formed one example at a time, for those of which one estimate is not fine, and of
-    all these leaves: few branches are quick to compile.
+    all these leaves: one loop is quick to compile.
     """
     sources, fine = zip(*known, strict=True)
-    estimates = [source.sq_norms for source in sources]
-    is_fine = jnp.stack(fine).all(0)  # (n,)
+    arrays = [source.arrays for source in sources]
 
-    def form(source: Estimate, sq_norm: Array, arrays: PyTree) -> Array:
+    def form(source: Estimate, arrays: PyTree) -> Array:
         assert source.formed is not None
-        grads = source.formed(jax.tree.map(lambda x: x[None], arrays))
-        return jnp.square(stable_norm(grads)[0]).astype(sq_norm.dtype)
+        return jnp.square(stable_norm(source.formed(arrays))).astype(source.sq_norms.dtype)
 
-    def one(example: tuple[list[Array], Array, list[PyTree]]) -> list[Array]:
-        old, fine, arrays = example
-        return jax.lax.cond(fine, lambda: old, lambda: list(map(form, sources, old, arrays)))
+    def one(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        is_fine, found = state
+        row = jnp.argmin(is_fine)
+        own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row), arrays)
+        norms = map(form, sources, own)
+        found = [old.at[row].set(new[0]) for old, new in zip(found, norms, strict=True)]
+        return is_fine.at[row].set(True), found
 
-    examples = estimates, is_fine, [source.arrays for source in sources]
-    return list(jax.lax.cond(is_fine.all(), lambda: estimates, lambda: jax.lax.map(one, examples)))
+    start = jnp.stack(fine).all(0), [source.sq_norms for source in sources]
+    return jax.lax.while_loop(lambda state: ~state[0].all(), one, start)[1]
