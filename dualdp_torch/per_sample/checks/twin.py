@@ -359,10 +359,10 @@ class Twins(TorchFunctionMode):
         for tensor in self._batch if self.is_on else ():
             axes = [axis for axis, size in enumerate(tensor.shape) if size == num_rows]
             self._take(tensor, axes[0] if axes else None)
-        for rows, twin in itertools.product(lists, self.twins):
+        for of_list, twin in itertools.product(lists, self.twins):
             places = range(num_rows) if twin.is_alone else twin.index.tolist()
-            for row, place in zip(rows, places, strict=True):
-                for tensor, own in zip(row, rows[place], strict=False):
+            for row, place in zip(of_list, places, strict=True):
+                for tensor, own in zip(row, of_list[place], strict=False):
                     self._rows[tensor] = True
                     twin.tensors[tensor] = twin.placed(own.detach()).clone()
         self._listen()

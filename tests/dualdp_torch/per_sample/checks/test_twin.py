@@ -282,18 +282,15 @@ def test_two_right_losses_of_two_parts_pass(run):
 
 
 class Balanced(nn.Module):
-    """Keeps a term of the loss on itself."""
+    """Keeps a statistic of the batch on itself."""
 
-    def __init__(self, detached=False):
+    def __init__(self):
         super().__init__()
-        self.gate, self.head = nn.Linear(6, 4), nn.Linear(6, 3)
-        self.detached, self.balance = detached, None
+        self.gate, self.head, self.balance = nn.Linear(6, 4), nn.Linear(6, 3), None
 
     def forward(self, x):
         shares = self.gate(x).softmax(1)
-        self.balance = shares.mean(0).square().sum()
-        if self.detached:
-            self.balance = self.balance.detach()
+        self.balance = shares.detach().mean(0).square().sum()
         return self.head(x) * shares.sum(1, keepdim=True)
 
 
@@ -514,7 +511,7 @@ def test_a_statistic_that_the_model_keeps_is_refused_on_the_next_batch():
         (F.cross_entropy(model(x), y) * model.balance).backward()
 
     with pytest.raises((ValueError, ExactnessError), match="What one example|mixes the examples"):
-        engine_loop(loop, randomise(Balanced(detached=True)))
+        engine_loop(loop, randomise(Balanced()))
 
 
 # ---------------------------------------------------------------------- lists of rows
