@@ -397,7 +397,15 @@ def test_twins_change_no_tensor_of_the_loop():
         kept.append(y + 1)
         y.zero_()
 
-    kept = []
+    def beside(model, x, y, step):
+        loss = F.cross_entropy(model(x), y)
+        teacher(x)
+        kept.append(x.mean(0))
+        loss.backward()
+
+    kept, teacher = [], nn.BatchNorm1d(6)
+    engine_loop(beside, steps=1)
+    torch.testing.assert_close(teacher.running_mean, 0.1 * kept.pop())
     engine_loop(loop, checks=1.0)
     assert not centre.any()
     engine_loop(other, steps=2)
