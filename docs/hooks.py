@@ -30,7 +30,6 @@ TABLES = {
     "CLIPPING": "dualdp.plan.clipping",
     "names": "dualdp.accountants",
     "GRAD_SAMPLE_MODES": "dualdp_torch.training.arguments",
-    "RECORDED": "dualdp_torch.per_sample.recorder",
     "METHODS": "dualdp_{stack}",
 }
 

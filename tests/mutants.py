@@ -57,12 +57,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 #: (file, text, what stands in its place): faults that a person would make.
 BY_HAND: tuple[tuple[str, str, str], ...] = (
-    ("dualdp_torch/rules/linear.py", "product(g.T, a.T)", "product(g.T, a.T) * 0.99"),
-    ("dualdp_torch/rules/linear.py", "products(g.mT, a.mT)", "products(g.mT, a.mT.flip(0))"),
+    ("dualdp_torch/rules/linear.py", "g.T @ a", "g.T @ a * 0.99"),
+    ("dualdp_torch/rules/linear.py", "torch.bmm(g.mT, a)", "torch.bmm(g.mT, a.flip(0))"),
     (
         "dualdp_torch/rules/linear.py",
-        "products(x, x, out=out.squeeze(1))",
-        "products(x, x, out=out.squeeze(1)); out.mul_(0.8)",
+        "torch.bmm(x, x.mT, out=out.squeeze(1))",
+        "torch.bmm(x, x.mT, out=out.squeeze(1)); out.mul_(0.8)",
     ),
     ("dualdp_jax/rules/arrays.py", '"nbti,nbto->nbio"', '"nbti,nbso->nbio"'),
     ("dualdp_jax/rules/arrays.py", '"n,n...->...", factors', '"n,n...->...", factors[::-1]'),

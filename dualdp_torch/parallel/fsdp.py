@@ -46,14 +46,6 @@ def is_sharded(parameter: Tensor | None) -> bool:
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the piece of a `DTensor` that lies here; any other tensor as it is."""
-    if not is_sharded(tensor):
-        return tensor
-    found: Any = tensor.to_local()  # type: ignore[attr-defined]
-    return found.wait() if hasattr(found, "wait") else found  # type: ignore[no-any-return]
-
-
 def sharded_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the parameters that are `DTensor`s by name, frozen ones included.
 

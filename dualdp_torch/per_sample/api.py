@@ -13,7 +13,7 @@ from torch import nn
 
 from dualdp.exactness import ExactnessError
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux, split_aux
-from dualdp_torch.per_sample.call import Call, Options
+from dualdp_torch.per_sample.call import Call, Options, unchanged
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.clip import (
@@ -24,7 +24,7 @@ from dualdp_torch.per_sample.clip import (
     clipping_bounds,
     refuse_two_pass,
 )
-from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up, one_group
+from dualdp_torch.per_sample.gradients import Formed, Limits, added_up, one_group
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
@@ -242,8 +242,8 @@ def _computed(
     gradients, losses, aux = call.gradients()
     runs_examples = isinstance(gradients, Formed)
     second_pass = None
-    if call.options.method == "two_pass" and isinstance(gradients, Captured) and call.start:
-        contexts = call.unchanged, partial(call.start.replayed, call.model)
+    if call.options.method == "two_pass" and not runs_examples and call.start:
+        contexts = partial(unchanged, call.model), partial(call.start.replayed, call.model)
         if terms.bounds and call.parameters and not is_narrow([losses]):
             second_pass = SecondPass(
                 lambda: _forward(call, call.model, call.batch)[0],
@@ -286,7 +286,7 @@ def was_compared(call: Call, numbers: Numbers, compute: Compute, seed: int | Non
             return compute(call.on(other.model, other.batch, other.parameters, other.mask))[0]
 
     given = call.model, call.batch, call.parameters, [start], call.mask
-    with call.unchanged():
+    with unchanged(call.model):
         compared = identity.check(
             Reference(lambda *of: [partial(_forward, call, *of)], *given),
             numbers,

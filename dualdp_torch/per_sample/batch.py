@@ -28,17 +28,6 @@ def flattened(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(arguments)
 
 
-def _refuse_layout(leaf: Tensor) -> None:
-    """Refuse a tensor without rows that can be picked."""
-    if leaf.is_nested or leaf.layout is not torch.strided:
-        kind = "nested" if leaf.is_nested else "sparse"
-        dense = "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
-        raise TypeError(
-            f"The batch holds a {kind} tensor, of which single examples can't be picked. Expected "
-            f"a dense one: {dense}, in collate_fn or before the model's call."
-        )
-
-
 def _refuse_array(leaf: Any) -> None:
     """Refuse what may hold examples and is no tensor."""
     is_array = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
@@ -70,7 +59,15 @@ class Batch:
             if not torch.is_tensor(leaf):
                 _refuse_array(leaf)
                 continue
-            _refuse_layout(leaf)
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                kind = "nested" if leaf.is_nested else "sparse"
+                dense = (
+                    "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
+                )
+                raise TypeError(
+                    f"The batch holds a {kind} tensor, of which single examples can't be picked. "
+                    f"Expected a dense one: {dense}, in collate_fn or before the model's call."
+                )
             if leaf.is_meta:
                 raise ValueError(
                     "The batch holds a tensor on the meta device, which has no numbers. Expected "

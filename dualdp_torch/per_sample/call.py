@@ -14,12 +14,12 @@ from torch import nn
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import CHECKS
-from dualdp_torch.parallel.fsdp import check_sharded, local_of
+from dualdp_torch.parallel.fsdp import check_sharded, sharded_parameters
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
-from dualdp_torch.per_sample.gradients import Captured, Gradients
+from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -31,9 +31,8 @@ from dualdp_torch.per_sample.parameter_use import (
 from dualdp_torch.per_sample.random_state import Start, on_copies, untouched_generators
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import PART, SURELY_FREE, Tensor, free_memory
 from dualdp_torch.rules.linear import join
-from dualdp_torch.rules.memory import PART, SURELY_FREE, free_memory
 
 #: Method -> the per-sample gradients it keeps, see `Captured`; None for methods without capture.
 METHODS = {
@@ -46,7 +45,14 @@ METHODS = {
 }
 LossFn = Callable[..., Any]
 #: Gradients, losses (n,), and aux.
-Found = tuple[Gradients, Tensor, Any]
+Found = tuple[Captured, Tensor, Any]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Context for further forwards: eager, and generators and buffers are restored after it."""
+    with eagerly(), torch.enable_grad(), untouched_generators(model), on_copies(model):
+        yield
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,11 @@ class Call:
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({batch.n},).")
         check_sharded(model, options.method)
+        if sharded_parameters(model):
+            raise TypeError(
+                "A model under fully_shard came to a per-sample call, but no process holds it "
+                "whole. Expected the whole model on every process; make_private takes sharded ones."
+            )
         purpose = (options.method, *purpose, *(("alone",) if batch.n == 1 else ()))
         parameters, cache = trainable_parameters(model), cached_analyses(model, loss_fn, batch)
         return cls(loss_fn, model, batch, options, purpose, mask, parameters, cache)
@@ -196,22 +207,19 @@ class Call:
         those that linear layers keep.
         """
         kept = 0
-        own = {local_of(p).untyped_storage().data_ptr() for p in self.model.parameters()}
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
 
         def count(tensor: Tensor) -> Tensor:
             nonlocal kept
-            held = local_of(tensor)
-            if held.untyped_storage().data_ptr() not in own:
-                kept += held.numel() * held.element_size()
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept += tensor.numel() * tensor.element_size()
             return tensor
 
         few = self.batch.rows(slice(0, 2))
         with (
-            eagerly(),
-            untouched_generators(self.model),
-            on_copies(self.model),
+            unchanged(self.model),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-            Capture(self._names, model=self.model) as capture,
+            Capture(self._names) as capture,
             contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
         ):
             self.loss_fn(self.model, *few.arguments())
@@ -219,23 +227,13 @@ class Call:
         least = {"all": 0, "cheap": 3, "small": 99}[keep]  # fewest axes of a formed weight
         formed = {name for name, p in self.parameters.items() if p.dim() >= least}
         for use in capture.uses if keep == "cheap" else ():
-            rule = use.rule
-            if rule.join is join and use.acts is not None and rule.keeps:
-                if rule.keeps(use.acts, use.acts.new_empty(1).expand(use.out_shape)):
-                    formed |= {name for slot, name in use.held.items() if slot not in rule.light}
+            if use.rule.join is join and use.acts is not None:
+                given = use.acts, use.acts.new_zeros(1).expand(use.out_shape)
+                for slot in use.held.keys() & use.rule.sq_norms.keys():
+                    if use.rule.sq_norms[slot](*given, can_keep=True) is None:
+                        formed.add(use.held[slot])
         numbers = [self.parameters[name] for name in formed & self.parameters.keys()]
         return kept // 2 + sum(p.numel() * p.element_size() for p in numbers)
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Context for further forwards: eager, and generators and buffers are restored after it."""
-        with (
-            eagerly(),
-            torch.enable_grad(),
-            untouched_generators(self.model),
-            on_copies(self.model),
-        ):
-            yield
 
     @property
     def is_definition(self) -> bool:
@@ -311,11 +309,9 @@ class Call:
         self._begin_forward()
         arguments = self.batch.arguments()  # outside of the capture, which would hear it
         skip = self.cache.skip or frozenset()
-        with Capture(self._names, skip=skip, model=self.model) as capture:
+        with Capture(self._names, skip=skip) as capture:
             out = self.loss_fn(self.model, *arguments)
             losses, aux = split_aux(out, self.options.has_aux)
-        if capture.stand_ins:  # freed by now, so that plain autograd would miss them
-            self.is_checked = False
         losses = check_losses(losses, self.batch.n)
         total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
         axes = self._axes_of(capture)
@@ -324,7 +320,7 @@ class Call:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
         found = Captured(
             dict(zip(capture.uses, axes.batch_axes, strict=True)),
-            {n: local_of(p) for n, p in {**self.parameters, **capture.stand_ins}.items()},
+            self.parameters,
             capture.derived,
             n=self.batch.n,
             keep=str(METHODS[self.options.method]),

@@ -60,9 +60,8 @@ class Capture(TorchFunctionMode):
     A tensor computed from parameters alone (a slice, a transpose, a normalised weight) counts as a
     parameter, under a name of its own in `derived`; its gradients are pulled back to the parameters
     at the end. So do the outputs of uses at the positions `skip`, which hold no examples, such as
-    position embeddings. Tensors by which sharding wrappers replace parameters in the forward of
-    `model` are recognised by module and attribute. `names` maps ids of parameters to their names,
-    and `on_use` is called with each `Use` and its output.
+    position embeddings. `names` maps ids of parameters to their names, and `on_use` is called with
+    each `Use` and its output.
     """
 
     def __init__(
@@ -70,14 +69,11 @@ class Capture(TorchFunctionMode):
         names: Mapping[int, str],
         on_use: Callable[[Use, Tensor], None] | None = None,
         skip: frozenset[int] = frozenset(),
-        model: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.derived: dict[str, Derived] = {}
         self._names = dict(names)
-        self._model, self.stand_ins = model, dict[str, Tensor]()
-        self._not_parameters: dict[int, Tensor] = {}
         self._orders: dict[int, tuple[Tensor, Tensor]] = {}  # by id; kept alive likewise
         self._from_parameters: dict[int, Tensor] = {}  # by id; kept alive so that ids stay unique
         self._on_use, self._skip, self._seen = on_use, skip, 0
@@ -103,7 +99,7 @@ class Capture(TorchFunctionMode):
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
         held: dict[str, Tensor] = {}
         for slot, value in call.items():
-            if id(value) in self._names or self._is_parameter(value):
+            if id(value) in self._names or id(value) in self._from_parameters:
                 held[slot] = value
         reason = rule.refuse(call) if rule.refuse else None
         if reason:
@@ -111,9 +107,9 @@ class Capture(TorchFunctionMode):
             raise UnsupportedLayerError(
                 f"{name_of(func)}{f' (parameter {names})' if names else ''}: {reason}."
             )
-        if not self._covers(rule, call, held) or self._is_skipped(func, held):
-            return self._plain(func, args, kwargs)
-        return self._use(func, rule, args, kwargs, call, held)
+        if self._takes(func, rule, call, held):
+            return self._use(func, rule, args, kwargs, call, held)
+        return self._plain(func, args, kwargs)
 
     def _rewrites(self, rewrite: Rewrite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call takes a parameter where the rewrite needs one, and is covered by it."""
@@ -142,18 +138,13 @@ class Capture(TorchFunctionMode):
                     "module's eval()."
                 )
 
-    def _is_skipped(self, func: Any, held: Mapping[str, Tensor]) -> bool:
-        """True if this call holds no examples; recomputed calls are matched by their parameters."""
-        if self._recomputing:
-            return (func, *map(id, held.values())) in self._skipped
-        self._seen += 1
-        if self._seen - 1 not in self._skip:
-            return False
-        self._skipped.add((func, *map(id, held.values())))
-        return True
+    def _takes(
+        self, func: Any, rule: Rule, call: Mapping[str, Any], held: Mapping[str, Tensor]
+    ) -> bool:
+        """True if the rule applies to this call, and it holds examples.
 
-    def _covers(self, rule: Rule, call: Mapping[str, Any], held: Mapping[str, Tensor]) -> bool:
-        """True if the rule applies to this call."""
+        Calls that run again are matched by their parameters.
+        """
         if not held or not torch.is_grad_enabled() or not held.keys() <= rule.grads.keys():
             return False
         number = 0
@@ -162,31 +153,22 @@ class Capture(TorchFunctionMode):
                 number += 1
                 if value.is_complex():
                     return False
-        if len(held) == number:
-            return rule.alone
-        return rule.applies is None or rule.applies(call)
+        if len(held) == number and not rule.alone:
+            return False
+        if len(held) < number and rule.applies is not None and not rule.applies(call):
+            return False
+        key = func, *map(id, held.values())
+        if self._recomputing:
+            return key not in self._skipped
+        self._seen += 1
+        if self._seen - 1 in self._skip:
+            self._skipped.add(key)
+            return False
+        return True
 
     def _is_parameter(self, value: Any) -> bool:
         """True if a value is a trainable parameter, or computed from parameters alone."""
-        key = id(value)
-        if key in self._names or key in self._from_parameters:
-            return True
-        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-        return is_leaf and self._stands_in(value)
-
-    def _stands_in(self, value: Tensor) -> bool:
-        """True if a leaf replaces a parameter on its module; cache its name."""
-        if self._model is None or id(value) in self._not_parameters:
-            return False
-        expected = set(self._names.values())
-        for path, module in self._model.named_modules():
-            for attribute, parameter in module._parameters.items():
-                name = f"{path}.{attribute}" if path else attribute
-                if parameter is value and name in expected:
-                    self._names[id(value)], self.stand_ins[name] = name, value
-                    return True
-        self._not_parameters[id(value)] = value  # kept alive so that the id stays unique
-        return False
+        return id(value) in self._names or id(value) in self._from_parameters
 
     def _name(self, value: Tensor) -> str:
         if id(value) not in self._names:
@@ -203,7 +185,7 @@ class Capture(TorchFunctionMode):
         for argument in (*args, *kwargs.values()):
             for value in argument if type(argument) is list else (argument,):
                 if isinstance(value, Tensor) and value.requires_grad:
-                    if not self._is_parameter(value):
+                    if id(value) not in self._names and id(value) not in self._from_parameters:
                         return out
                     takes = True
         if not takes:
@@ -340,6 +322,7 @@ class Capture(TorchFunctionMode):
             edge=get_gradient_edge(out),
             out_shape=out.shape,
             position=self._seen - 1,
+            signature=(func, tuple(names.items()), out.dim(), self._seen - 1),
             can_skip=can_skip,
             versions=versions,
             waits=is_left,
@@ -387,7 +370,7 @@ class Capture(TorchFunctionMode):
 
     def _of_second_run(self) -> Capture:
         """Return a capture for a part of the same forward that runs again."""
-        again = Capture(self._names, model=self._model)
+        again = Capture(self._names)
         again._from_parameters = self._from_parameters
         again._skipped, again._recomputing = self._skipped, True
         return again
@@ -404,8 +387,7 @@ class Capture(TorchFunctionMode):
                 raise UnsupportedLayerError(REENTRANT)
         if not total.requires_grad:
             return []
-        leaves = [*parameters.items(), *self.stand_ins.items()]
-        targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
+        targets: list[Any] = [*(use.edge for use in self.uses), *parameters.values()]
         if not targets:  # nothing is trained
             return []
         try:
@@ -417,7 +399,7 @@ class Capture(TorchFunctionMode):
         for use, grad in zip(self.uses, found, strict=False):
             use.grads_out = grad
         leftover = found[len(self.uses) :]
-        return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]
+        return [name for name, g in zip(parameters, leftover, strict=True) if g is not None]
 
 
 def _checkpoint_frame(hooks: Any) -> Any:

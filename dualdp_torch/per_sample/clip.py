@@ -15,16 +15,9 @@ from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.per_sample.gradients import (
-    Captured,
-    Gradients,
-    Limits,
-    Squares,
-    added_up,
-    one_group,
-)
+from dualdp_torch.per_sample.gradients import Captured, Limits, Squares, added_up, one_group
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, reweighted
-from dualdp_torch.rules.base import Tensor, sq_norms
+from dualdp_torch.rules.base import Tensor
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
 #: norm by less than C * 1e-6.
@@ -83,17 +76,19 @@ def refuse_two_pass(method: str, clipping: str) -> None:
         )
 
 
-def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[Squares, Tensor]:
+def norms_of(gradients: Captured, limits: Limits, n: int) -> tuple[Squares, Tensor]:
     """Return squared norms, and norms (n,) of whole gradients; `are_finite` if float32 held them.
 
     A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
-    for a broken one.
+    for a broken one; and all are where squares that matter may underflow.
     """
     squares = gradients.sq_norms(limits)
     norms = squares.whole.sqrt() if squares.of else torch.zeros(n)
-    if squares.are_finite:
+    is_minute = min(limits.floors.values(), default=1.0) < _LEAST_BOUND * gradients.scale
+    if not squares.of or (squares.are_finite and not is_minute):
         return squares, norms
-    rows = (~(norms < torch.inf)).nonzero().flatten()  # nor nan
+    recomputed = ~(norms < torch.inf) | is_minute  # nor nan
+    rows = recomputed.nonzero().flatten()
     exact = added_up(gradients.exact_sq_norms(rows), limits.group_of, len(rows))
 
     def replaced(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,24 +102,11 @@ def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[Squares, Ten
 
 def _roots(squares: Tensor, dtype: torch.dtype) -> Tensor:
     """(n,) roots, as `dtype` gives them where it holds the squares: float64 rounds otherwise."""
-    found = squares.to(dtype).sqrt()
-    return (
-        found
-        if squares.dtype == dtype
-        else found.where(found < torch.inf, squares.sqrt()).to(dtype)
-    )
-
-
-def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
-    """Return name -> (n,) upper bounds on the squared norms that hold where squares underflow.
-
-    A square below the smallest normal number loses at most `tiny`, which is added for each element.
-    Norms from products may lose more, so the gradients are formed.
-    """
-    return {
-        name: sq_norms(g) + g.shape[1:].numel() * torch.finfo(g.dtype).tiny
-        for name, g in gradients.grads().items()
-    }
+    if squares.dtype == dtype:
+        return squares.sqrt()
+    held = squares.to(dtype)
+    is_held = (held < torch.inf) & (held >= torch.finfo(dtype).tiny)
+    return held.sqrt().where(is_held, squares.sqrt().to(dtype))
 
 
 def _factors(squares: Squares, norms: Tensor, bounds: Mapping[str, Any], clipping: str) -> Any:
@@ -164,7 +146,7 @@ class Factors:
 
 
 def clip_factors(
-    gradients: Gradients, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
+    gradients: Captured, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
 ) -> Factors:
     """Return the clip factors of n examples; `bounds` are those of `clipping_bounds`.
 
@@ -172,8 +154,7 @@ def clip_factors(
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    limits = _limits(bounds, clipping)
-    squares, norms = norms_of(gradients, limits, n)
+    squares, norms = norms_of(gradients, _limits(bounds, clipping), n)
     counted, rows = mask, None  # the mask of a loader lies on the host
     if not squares.are_finite:
         counted = norms < torch.inf if mask is None else mask.to(norms.device) & (norms < torch.inf)
@@ -181,11 +162,7 @@ def clip_factors(
         norms = norms.where(mask.to(norms.device), 0)
     if counted is not None and not bool(counted.all()):
         rows = counted.nonzero().flatten().to(norms.device)
-    lengths = norms
-    if min(bounds.values()) < _LEAST_BOUND * gradients.scale and squares.of:
-        squares = added_up(_squares_of_minute_gradients(gradients), limits.group_of, n)
-        lengths = squares.whole.sqrt()
-    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares.of)
+    return Factors(_factors(squares, norms, bounds, clipping), norms, rows, squares.of)
 
 
 def static_clip_factors(
@@ -242,10 +219,10 @@ class SecondPass:
         smallest = sorted(parameters, key=lambda name: parameters[name].numel())
         self._names, self._sums = smallest[:witnesses], dict[str, tuple[Tensor, float]]()
 
-    def begin(self, gradients: Gradients, factors: Factors) -> None:
+    def begin(self, gradients: Captured, factors: Factors) -> None:
         """Free the gradients of the first pass, so that two need no more memory than one."""
-        for name in self._names:
-            total = gradients.sum(name, factors.of[name], None)
+        sums = gradients.sums({name: factors.of[name] for name in self._names}, None)
+        for name, total in sums.items():
             self._sums[name] = total, factors.lengths(name)
         if self._frees:
             gradients.forget()
@@ -283,7 +260,7 @@ _DIFFER = (
 
 
 def clipped_sums(
-    gradients: Gradients,
+    gradients: Captured,
     factors: Factors,
     second_pass: SecondPass | None = None,
     shards: Shards | None = None,
@@ -299,17 +276,16 @@ def clipped_sums(
         second_pass.begin(gradients, factors)
         # Processes of a sharded model pass again together, also one in which no row counts.
         return second_pass(shared if factors.rows is None else torch.zeros_like(shared))
-    sums = gradients.sums(factors.of, factors.rows)
-    return {k: total if shards is None else shards.reduce(k, total) for k, total in sums}
+    return gradients.sums(factors.of, factors.rows, None if shards is None else shards.reduce)
 
 
-def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def weighted_sums(gradients: Captured, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return name -> sum of weight times gradient; rows without a weight are left out."""
     used = torch.stack([w != 0 for w in {id(w): w for w in weights.values()}.values()]).any(0)
-    return dict(gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten()))
+    return gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten())
 
 
-def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
+def passes_again(gradients: Captured, rows: Tensor | None, shards: Shards | None = None) -> bool:
     """True if the sum may come from a second pass: over the same rows, so that dropout is the same.
 
     False below float32. Processes of a sharded model decide alike, also one in which no row counts.

@@ -37,7 +37,6 @@ from dualdp_torch.per_sample.clip import (
 from dualdp_torch.per_sample.model_checks import require_module
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.random_state import Start
-from dualdp_torch.rules import choices
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import in_full_precision
 
@@ -85,22 +84,13 @@ class Program:
 
     def __init__(self, losses: GraphModule, backend: str | Callable[..., Any]) -> None:
         self._losses, self._backend = losses, backend
-        self._reason: str | None = None
         self._factors_of: dict[str, int] = {}  # name of each sum -> index of its factors
         self._places: dict[str, int] = {}  # name of each parameter -> its argument
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return the joint graph's outputs, or raise the reason why there are none."""
-        if self._reason is None:
-            try:
-                return self._run(request, inputs)
-            except Exception as error:  # of the tracer, of a compiler, of the graph: a way is left
-                self._reason = reason_of(error)
-        raise NotCompiledError(self._reason)
-
     @in_full_precision
-    def _run(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
+    def __call__(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return the joint graph's outputs, or raise what the tracer or a compiler raised."""
         arguments, parameters = request.arguments(inputs), request.call.parameters
         if self._compiled is None:
             self._compiled = self._built(request, arguments, len(inputs))
@@ -151,7 +141,7 @@ class Program:
                 raise NotCompiledError("the forward writes to a buffer or to the batch")
             return found
 
-        with torch.enable_grad(), choices.static():
+        with torch.enable_grad():
             joint = make_fx(step, tracing_mode="fake")(*arguments)
         refuse_draws(joint)
         self._places = {name: 2 + i for name, i in trained.items()}
@@ -360,7 +350,7 @@ class CompiledGradSum:
             guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
             with torch.enable_grad(), guarded:
                 self._losses(*call.batch.arguments())
-        except Exception as error:  # of Dynamo; one of the loss itself comes again
+        except Exception as error:  # of Dynamo, the tracer, a compiler; the loss's own comes again
             raise NotCompiledError(reason_of(error)) from error
         finally:
             found, self._request, self._found = self._found, None, None

@@ -91,7 +91,7 @@ class _Examination:
         def note(use: Use, out: Tensor) -> None:
             outs.append(out.detach().clone())
 
-        capture = Capture(names, note, skip or frozenset(), self.model)
+        capture = Capture(names, note, skip or frozenset())
         with self.start.replayed(self.model):
             with contextlib.nullcontext() if skip is None else capture:
                 out = self.loss_fn(self.model, *batch.arguments())

@@ -12,8 +12,8 @@ from dualdp import _validate
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import clipped_grad_sum
-from dualdp_torch.per_sample.call import Call, Options
-from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.call import Call, Options, unchanged
+from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.model_checks import require_module
 
 
@@ -62,10 +62,11 @@ def explain(
             f"The batch holds {call.batch.n} examples. Expected at least two: one alone goes "
             "through the loop."
         )
-    with call.unchanged():
+    with unchanged(model):
         gradients, _, _ = call.gradients()
-        uses = gradients.describe() if isinstance(gradients, Captured) else []
-    way = "uses" if isinstance(gradients, Captured) else "loop" if method == "loop" else "vmap"
+        runs_examples = isinstance(gradients, Formed)
+        uses = [] if runs_examples else gradients.describe()
+    way = "uses" if not runs_examples else "loop" if method == "loop" else "vmap"
     reason = None if way == "uses" or method == way else call.cache.problem
     status: dict[str, Any] = {"status": "off"}
     if check == "first" and method == "loop":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradients of one batch: as tensors in memory, or as the products they are made of.
+"""Per-sample gradients of one batch: as the products they are made of, or as tensors in memory.
 
-`Formed` and `Captured` offer the same operations: gradients, squared norms, and weighted sums.
+`Captured` and `Formed` offer the same operations: gradients, squared norms, and weighted sums.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, name_of
-from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
-from dualdp_torch.rules import choices, memory
+from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, tied
 from dualdp_torch.rules.base import (
+    FORCED,
     Tensor,
     exact_sq_norms,
     has_narrow_type,
     is_narrow,
     last_lengths,
     lengths,
+    may_keep,
     on_host,
     sq_norms,
     weighted_sum,
+    wide,
 )
-from dualdp_torch.rules.base import wide as wide
-from dualdp_torch.rules.precision import full_precision, in_full_precision
-from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of
+from dualdp_torch.rules.precision import in_full_precision
+from dualdp_torch.rules.together import Described, Product, Table, sq_norms_of, table_of
 
+#: Function of a parameter's name and sum.
+Reduce = Callable[[str, Tensor], Tensor]
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
 #: Largest size of n gradients, such as those of norms and biases, at which they are copied into one
@@ -129,61 +132,16 @@ def _compared(
     return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
 
-class Formed:
-    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape).
-
-    Attributes, of `Captured` too:
-        is_narrow: bool, True if backward computed some of them in a precision below float32.
-        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
-            norms came from products; None before `sq_norms`, or without such norms.
-        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
-        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
-    """
-
-    doubt: Tensor | None = None
-    one_sum, scale = False, 1.0
-
-    def __init__(self, formed: dict[str, Tensor]) -> None:
-        self._n = next((len(g) for g in formed.values()), 0)
-        self.is_narrow = is_narrow(formed.values())
-        self._formed = {name: g.to(wide(g.dtype)) for name, g in formed.items()}
-
-    def grads(self) -> dict[str, Tensor]:
-        """Return a mapping from parameter name to (n, *shape)."""
-        return self._formed
-
-    def sq_norms(self, limits: Limits) -> Squares:
-        """Return squared norms."""
-        found = {name: sq_norms(g) for name, g in self._formed.items()}
-        return added_up(found, limits.group_of, self._n)
-
-    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name -> (rows,) float64 squared norms of the selected examples."""
-        return {name: exact_sq_norms(g[rows]) for name, g in self._formed.items()}
-
-    def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weighted sum) for each parameter."""
-        for name in self._formed:
-            yield name, self.sum(name, factors[name], rows)
-
-    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
-        """Return the sum over the examples of factor times gradient of one parameter."""
-        with full_precision():
-            return weighted_sum(pick(factors, rows), pick(self._formed[name], rows))
-
-    def forget(self) -> None:
-        """Free the gradients."""
-        self._formed = {}
-
-
 class Captured:
     """Per-sample gradients as products of inputs and output gradients of each parameter use.
 
     Norms computed from products have an error bound. Where it exceeds the tolerance of the clip
     factor, the example's gradient is formed, and the sum takes the formed gradient: a product over
     the batch would round differently, and positions that cancel leave nothing but rounding.
+
+    Attributes:
+        is_narrow: bool, True if backward computed some of them in a precision below float32.
+        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
 
     Args:
         uses: parameter uses, whose output gradients have arrived, with their batch axes; None
@@ -215,10 +173,8 @@ class Captured:
         self._gathered = gathered or (lambda names: nullcontext())
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
-        self._small: list[
-            tuple[list[str], Tensor]
-        ] = []  # kept gradients in one (n, numbers) tensor
-        self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
+        self._small = list[tuple[list[str], Tensor]]()  # kept ones in one (n, numbers) tensor
+        self._apart: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and their formed gradients
         self._doubts: Callable[[], tuple[Tensor, Tensor]] | None = None  # of errors, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
         for use, batch_axis in uses.items():
@@ -232,8 +188,10 @@ class Captured:
                     f"Where the examples lie in {use} could not be seen when the model was "
                     f"examined, since gradients vanished there. {USE_LOOP}"
                 )
-            acts = batch_axis.batch_first(use.acts, n)
-            grads_out = batch_axis.batch_first(use.grads_out, n)
+            acts, grads_out = use.acts, use.grads_out
+            if batch_axis.axis or batch_axis.fold:
+                acts = batch_axis.batch_first(acts, n)
+                grads_out = batch_axis.batch_first(grads_out, n)
             narrow = has_narrow_type(grads_out.dtype)
             self.is_narrow |= narrow
             for tensor in acts if isinstance(acts, tuple) else (acts,):
@@ -257,88 +215,63 @@ class Captured:
         p = self._parameters[name]
         return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
 
-    def _pulled_back(self) -> dict[str, Tensor]:
-        """Return name -> (n, *shape), gradients that reach parameters through derived tensors."""
-        found: dict[str, Tensor] = {}
-        for name, below in self._below.items():
-            with self._gathered(below):  # also without any use: gathering is collective
-                pulled = self._pulled(name, below, None) if self._parts[name] else {}
-            for parameter, grad in pulled.items():
-                found[parameter] = found[parameter] + grad if parameter in found else grad
-        return found
+    def _keep_pulled_back(self) -> set[str]:
+        """Keep whole gradients of parameters that derived tensors lead to; return their names.
 
-    def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
-        """Return parameter -> (rows, *shape), gradients through one derived tensor."""
-        only = {parameter: self._parameters[parameter] for parameter in below}
-        grads = self._formed(name, {}, rows)
-        return self._derived[name].pull_back(grads, only, per_sample=True)[0]
+        A product over the batch would be rounded to the precision of the derived tensor.
+        """
+        found, below = dict[str, Tensor](), self._below
+        self._below = {}
+        for name, leaves in below.items():
+            with self._gathered(leaves):  # also without any use: gathering is collective
+                only = {leaf: self._parameters[leaf] for leaf in leaves}
+                grads = self._formed(name) if self._parts[name] else None
+                pulled = {} if grads is None else self._derived[name].pull_back(grads, only)
+            for leaf, grad in pulled.items():
+                found[leaf] = found[leaf] + grad if leaf in found else grad
+        for name, grad in found.items():
+            self._kept[name] = sum((part.grads() for part in self._parts[name]), grad)
+            self._parts[name] = []
+        return {*found}
 
-    def _sum_of_pulled(
-        self, name: str, parameter: str, factors: Tensor, rows: Tensor | None
-    ) -> list[Tensor]:
-        """Weighted sum over the examples of one parameter's gradient through a derived tensor."""
-        only = {parameter: self._parameters[parameter]}
-        total = _added([part.sum(factors, rows) for part in self._parts[name]])
-        found, is_exact = self._derived[name].pull_back(total, only, per_sample=False)
-        if is_exact:
-            return list(found.values())
-        # The sum was rounded to the derived tensor's precision: pull back each example alone, as
-        # for its norm.
-        rows = torch.arange(self._n, device=factors.device) if rows is None else rows
-        terms = []
-        for piece in memory.row_slices(len(rows), only[parameter].numel(), factors):
-            each = self._pulled(name, only, rows[piece])
-            terms += [weighted_sum(factors[rows[piece]], grad) for grad in each.values()]
-        return [_added(terms)] if terms else []
-
-    def _formed(
-        self, name: str, pulled_back: Mapping[str, Tensor], rows: Tensor | None = None
-    ) -> Tensor:
-        """Return (n, *shape), the whole gradient of one tensor, of all examples or of `rows`."""
-        found = pulled_back.get(name)
-        for part in self._parts[name]:
-            grads = part.grads(rows)
-            found = grads if found is None else found + grads
-        if found is None:
-            found = self._zeros(name).expand(self._n, *self._parameters[name].shape)
+    def _formed(self, name: str, rows: Tensor | None = None) -> Tensor:
+        """Return (n, *shape), the gradients of one tensor, of all examples or of `rows`."""
+        if name in self._kept:
+            return self._kept[name] if rows is None else self._kept[name][rows]
+        if not self._parts[name]:
+            zeros = self._zeros(name)
+            return zeros.expand(self._n if rows is None else len(rows), *zeros.shape)
+        first, *others = self._parts[name]
+        found = first.grads(rows)
+        for part in others:
+            found = found + part.grads(rows)
         return found
 
     @in_full_precision
     def grads(self) -> dict[str, Tensor]:
         """Return a mapping from parameter name to (n, *shape)."""
-        pulled_back = self._pulled_back()
-        found = {
-            name: self._kept[name] if name in self._kept else self._formed(name, pulled_back)
-            for name in self._parameters
-        }
+        self._keep_pulled_back()
+        found = {name: self._formed(name) for name in self._parameters}
         return found if self.scale == 1 else {name: g * self.scale for name, g in found.items()}
 
-    def _keeps(self, parts: list[Part]) -> bool:
-        """True if one parameter's per-sample gradients are kept until the sum.
+    def _norms_alone(self, parts: list[Part]) -> tuple[Described | None, bool]:
+        """Squared norms without forming gradients, or their description; None if that is dearer.
 
-        They are if they have no more numbers than the output's gradient, or if the rules say so.
+        Also if the gradients are kept until the sum: they are if they have no more numbers than the
+        output's gradient, or if the cost model says so and they fit in memory.
         """
-        is_cheap, are_small = self._keep == "cheap", True
+        first, is_cheap, are_small = parts[0], self._keep == "cheap", True
+        numbers = first.use.shapes[first.slot].numel() * self._n
         for part in parts:
-            numbers = part.use.shapes[part.slot].numel() * self._n
             are_small &= numbers <= part.grads_out.numel()
-        if self._keep == "all" or (are_small and not (is_cheap and choices.is_forced())):
-            return True
-        for part in parts if is_cheap else ():
-            keeps = None if part.slot in part.use.rule.light else part.use.rule.keeps
-            if keeps is not None and not part.ask(keeps):
-                return False
-        return is_cheap
-
-    def _norms_alone(self, parts: list[Part]) -> Described | None:
-        """Squared norms without forming gradients, or their description; None if dearer."""
+        if self._keep == "all" or (are_small and not (is_cheap and FORCED)):
+            return None, True
+        alone: Described | None = None
         if len(parts) > 1:
-            return tied(parts)
-        part = parts[0]
-        if part.slot not in part.use.rule.sq_norms or part.is_apart:
-            return None
-        found: Described = part.ask(part.use.rule.sq_norms[part.slot])
-        return found
+            alone = tied(parts)
+        elif first.slot in first.use.rule.sq_norms and not first.is_apart:
+            alone = first.ask(first.use.rule.sq_norms[first.slot], can_keep=is_cheap)
+        return alone, alone is None and is_cheap and may_keep(numbers, first.grads_out)
 
     @property
     def doubt(self) -> Tensor | None:
@@ -353,6 +286,7 @@ class Captured:
         """True if some gradients were formed for their norms and must be used in the sum."""
         return bool(self._apart)
 
+    @in_full_precision
     def sq_norms(self, limits: Limits) -> Squares:
         """Return squared norms, as precise as `limits` asks.
 
@@ -361,98 +295,8 @@ class Captured:
                 [test_questions_to_a_record_may_be_repeated]
         """
         self._apart, self._doubts = {}, None
-        return self._judged(self._table(), limits)
-
-    def static_sq_norms(self, limits: Limits) -> tuple[Squares, Tensor]:
-        """Return squared norms by the same operations for any batch, and if they can be used.
-
-        The second result is a () bool tensor, True if all norms are finite and as precise as
-        `limits` asks; `sq_norms` would form gradients where it is False.
-        """
         table = self._table()
-        of, (totals, whole) = self._by_name(table), _summed(table, limits)
-        are_good = whole < torch.inf
-        if table.bounded:
-            _, error, tolerated = _compared(table, totals, limits)
-            are_good = are_good & (error <= tolerated).all(0)
-        return Squares(of, totals, whole, True), are_good.all()
-
-    @in_full_precision
-    def _table(self) -> Table:
-        """Return squared norms and error bounds of all parameters."""
-        small: dict[Any, dict[str, bool]] = {}
-        pulled_back = self._pulled_back()
-        dtypes = {wide(p.dtype) for p in self._parameters.values()}
-        widest = torch.float64 if torch.float64 in dtypes else torch.float32
-        table = NormTable(self._n, self.scale)
-        for name, p in self._parameters.items():
-            parts = self._parts[name]
-            if name in self._kept:  # by an earlier call
-                table.add_length(name, lengths(self._kept[name]).to(widest))
-                continue
-            if not parts and name not in pulled_back:
-                table.add(name, (p.new_zeros(self._n, dtype=widest), None))
-                continue
-            keeps = self._keeps(parts)
-            alone = None if keeps or name in pulled_back else self._norms_alone(parts)
-            if alone is not None:
-                # A description would keep widened copies of all layers until they are computed.
-                if wide(p.dtype) != widest or (len(parts) == 1 and parts[0].is_narrow):
-                    square, error = sq_norms_of(alone, self._n)
-                    alone = square.to(widest), None if error is None else error.to(widest)
-                table.add(name, alone)
-                continue
-            formed = self._formed(name, pulled_back)
-            has_length = is_here = False
-            if keeps:
-                self._kept[name] = formed
-                parts.clear()  # free the inputs before the next gradient is formed
-                has_length, is_here = table.shares(name, formed), on_host(formed)
-                if has_length and is_here:  # there is only its sum to come, one call
-                    continue
-                if formed.numel() <= (SMALL if is_here else SMALL_ELSEWHERE):
-                    key = formed.dtype, formed.device
-                    small.setdefault(key, {})[name] = has_length
-                    continue
-            if not has_length:
-                table.add_length(name, lengths(formed).to(widest))
-        for has_lengths in small.values():
-            for name, found in self._lengths_of_small(has_lengths):
-                table.add_length(name, found.to(widest))
-        return table.finish()
-
-    def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
-
-        Those of one size lie side by side. `has_lengths` is True for names that need no length.
-        """
-        numbers = {name: self._kept[name].shape[1:].numel() for name in has_lengths}
-        names = sorted(has_lengths, key=lambda name: (numbers[name], has_lengths[name]))
-        flat = [self._kept[name].reshape(self._n, numbers[name]) for name in names]
-        together = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
-        pieces = together.split([numbers[name] for name in names], 1)
-        for name, piece in zip(names, pieces, strict=True):
-            self._kept[name] = piece.view(self._kept[name].shape)
-        self._small.append((names, together))
-        start = 0
-        for (size, has_length), alike in itertools.groupby(
-            names, lambda name: (numbers[name], has_lengths[name])
-        ):
-            same = [*alike]
-            stop = start + size * len(same)
-            if not has_length:
-                each = last_lengths(together[:, start:stop].unflatten(1, (-1, size)))
-                yield from zip(same, each.unbind(1), strict=True)
-            start = stop
-
-    def _by_name(self, table: Table) -> dict[str, Tensor]:
-        """Name -> (n,) squared norms."""
-        rows = dict(zip(table.names, table.squares.unbind(0), strict=True))
-        return {name: rows[name] for name in self._parameters}
-
-    def _judged(self, table: Table, limits: Limits) -> Squares:
-        """Squares as precise as `limits` asks: gradients whose norms are too inexact are formed."""
-        of = self._by_name(table)
+        of = table.by_name(self._parameters)
         if not table.bounded:
             return added_up(of, limits.group_of, self._n)
         totals, whole = _summed(table, limits)
@@ -465,42 +309,113 @@ class Captured:
             return Squares(of, totals, whole, True)
         doubted, error, tolerated = _compared(table, totals, limits)
         is_exact = error <= tolerated  # False for nan
-        if bool((is_exact & (whole < torch.inf)).all()):
-            self._doubts = lambda: (error, tolerated)
-            return Squares(of, totals, whole, True)
         self._doubts = lambda: (error.masked_fill(~is_exact, 0), tolerated)
-        doubtful = (~is_exact).unbind(0)
-        rows_of = {g: d.nonzero().flatten() for g, d in zip(doubted, doubtful, strict=True)}
-        for name in table.bounded:
-            if len(rows_of[limits.group_of(name)]):
-                self._form_apart(name, rows_of[limits.group_of(name)], of)
-        # In the same order, so that the other examples' totals are the same to the last bit.
-        totals, whole = _summed(table, limits)
-        return Squares(of, totals, whole, bool((whole < torch.inf).all()))
+        are_finite = bool((is_exact & (whole < torch.inf)).all())
+        if not are_finite:
+            doubtful = (~is_exact).unbind(0)
+            rows_of = {g: d.nonzero().flatten() for g, d in zip(doubted, doubtful, strict=True)}
+            for name in table.bounded:
+                rows = rows_of[limits.group_of(name)]
+                if len(rows):
+                    formed = self._formed(name, rows)
+                    of[name][rows] = (sq_norms(formed) * self.scale**2).to(whole.dtype)
+                    self._apart[name] = rows, formed
+            # In the same order, so that the others' totals are the same to the last bit.
+            totals, whole = _summed(table, limits)
+            are_finite = bool((whole < torch.inf).all())
+        return Squares(of, totals, whole, are_finite)
 
     @in_full_precision
-    def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
-        """Form and keep one parameter's gradients of the examples `rows`; update their norms."""
-        shape = self._parameters[name].shape
-        for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
-            part = rows[piece]
-            formed = self._formed(name, {}, part)
-            found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
-            self._apart.setdefault(name, []).append((part, formed))
+    def static_sq_norms(self, limits: Limits) -> tuple[Squares, Tensor]:
+        """Return squared norms by the same operations for any batch, and if they can be used.
+
+        The second result is a () bool tensor, True if all norms are finite and as precise as
+        `limits` asks; `sq_norms` would form gradients where it is False.
+        """
+        table = self._table()
+        of, (totals, whole) = table.by_name(self._parameters), _summed(table, limits)
+        are_good = whole < torch.inf
+        if table.bounded:
+            _, error, tolerated = _compared(table, totals, limits)
+            are_good = are_good & (error <= tolerated).all(0)
+        return Squares(of, totals, whole, True), are_good.all()
+
+    def _table(self) -> Table:
+        """Return squared norms and error bounds of all parameters."""
+        new = self._keep_pulled_back()
+        dtypes = {p.dtype for p in self._parameters.values()}
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        described, known, shared = dict[str, Described](), dict[str, Tensor](), dict[str, str]()
+        small: dict[Any, list[str]] = {}
+        for name, p in self._parameters.items():
+            parts = self._parts[name]
+            if name in self._kept and name not in new:  # by an earlier call
+                known[name] = lengths(self._kept[name]).to(widest)
+                continue
+            if not parts and name not in new:
+                described[name] = p.new_zeros(self._n, dtype=widest), None
+                continue
+            alone, keeps = (None, True) if name in new else self._norms_alone(parts)
+            if alone is not None:
+                # A description would keep widened copies of all layers until they are computed.
+                if wide(p.dtype) != widest or (len(parts) == 1 and parts[0].is_narrow):
+                    square, error = sq_norms_of(alone, self._n)
+                    alone = square.to(widest), None if error is None else error.to(widest)
+                described[name] = alone
+                continue
+            formed = self._formed(name)
+            if keeps:
+                self._kept[name] = formed
+                parts.clear()  # free the inputs before the next gradient is formed
+                for other, product in described.items():
+                    if isinstance(product, Product) and product.grads_out is formed:
+                        shared[name] = other
+                if name in shared and on_host(formed):  # there is only its sum to come, one call
+                    continue
+                if formed.numel() <= (SMALL if on_host(formed) else SMALL_ELSEWHERE):
+                    small.setdefault((formed.dtype, formed.device), []).append(name)
+                    continue
+            known[name] = lengths(formed).to(widest)
+        for names in small.values():
+            found = self._lengths_of_small(names, shared)
+            known |= {name: each.to(widest) for name, each in found}
+        return table_of(described, known, shared, n=self._n, scale=self.scale)
+
+    def _lengths_of_small(
+        self, names: list[str], known: Mapping[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
+
+        Those of one size lie side by side; those whose lengths are `known` come last.
+        """
+        numbers = {name: self._kept[name].shape[1:].numel() for name in names}
+        names = sorted(names, key=lambda name: (name in known, numbers[name]))
+        flat = [self._kept[name].reshape(self._n, numbers[name]) for name in names]
+        together = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+        pieces = together.split([numbers[name] for name in names], 1)
+        for name, piece in zip(names, pieces, strict=True):
+            self._kept[name] = piece.view(self._kept[name].shape)
+        self._small.append((names, together))
+        start = 0
+        unknown = [name for name in names if name not in known]
+        for size, alike in itertools.groupby(unknown, lambda name: numbers[name]):
+            same = [*alike]
+            block = together.narrow(1, start, size * len(same)).unflatten(1, (-1, size))
+            start += size * len(same)
+            yield from zip(same, last_lengths(block).unbind(1), strict=True)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one dict per parameter use, the "uses" entry of `dualdp_torch.explain`."""
         found = []
         for name in (*self._parameters, *self._derived):
             parts, below = self._parts[name], self._below.get(name)
-            keeps = bool(parts) and self._keeps(parts)
-            formed = keeps or below is not None or not parts or self._norms_alone(parts) is None
+            alone, keeps = self._norms_alone(parts) if parts else (None, False)
             for part in parts:
                 found.append(
                     {
                         "parameters": below or [name],
                         "function": name_of(part.use.function),
-                        "form": "gradients" if formed else "products",
+                        "form": "gradients" if alone is None or below else "products",
                         "keeps": keeps,
                     }
                 )
@@ -509,92 +424,75 @@ class Captured:
     @in_full_precision
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Return name -> (rows,) float64 squared norms, from formed gradients."""
-        pulled_back = self._pulled_back()
-        found = {}
-        for name in self._parameters:
-            if name in self._kept:
-                found[name] = exact_sq_norms(self._kept[name][rows])
-                continue
-            through = {k: g[rows] for k, g in pulled_back.items() if k == name}
-            if self._parts[name] or through:
-                found[name] = exact_sq_norms(self._formed(name, through, rows))
-            else:
-                found[name] = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        return {name: square * self.scale**2 for name, square in found.items()}
+        self._keep_pulled_back()
+        return {
+            name: exact_sq_norms(self._formed(name, rows)) * self.scale**2
+            for name in self._parameters
+        }
 
+    @in_full_precision
     def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weighted sum) for each parameter, computed when it is asked for."""
+        self, factors: Mapping[str, Tensor], rows: Tensor | None, reduce: Reduce | None = None
+    ) -> dict[str, Tensor]:
+        """Return name -> sum over the examples of factor times gradient, of names with factors.
+
+        Examples that are not among `rows` are left out; None stands for all. `reduce` gets each sum
+        before the next one is formed, and returns what stands in its place.
+        """
         if self.scale != 1:
             distinct = {id(weights): weights for weights in factors.values()}
             scaled = {key: weights * self.scale for key, weights in distinct.items()}
             factors = {name: scaled[id(weights)] for name, weights in factors.items()}
+        self._keep_pulled_back()
         ready = self._sums_of_small(factors) if rows is None else {}
-        for name in self._parameters:
-            yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
+        found = {}
+        for name, weights in factors.items():
+            total = ready.pop(name) if name in ready else self._sum(name, weights, rows)
+            found[name] = total if reduce is None else reduce(name, total)
+        return found
 
-    @in_full_precision
     def _sums_of_small(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name -> (*shape) sums of the kept gradients that share one tensor and their factors."""
         found: dict[str, Tensor] = {}
         for names, together in self._small:
-            weights = factors[names[0]]
-            if all(factors[name] is weights for name in names):
+            weights = factors.get(names[0])
+            if weights is not None and all(factors.get(name) is weights for name in names):
                 shapes = [self._kept[name].shape[1:] for name in names]
                 pieces = weighted_sum(weights, together).split([shape.numel() for shape in shapes])
                 found |= {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
         return found
 
-    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
-        """Return the sum over the examples of factor times gradient of one parameter."""
-        return self._sum(name, factors * self.scale, rows)
-
-    @in_full_precision
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
             kept = self._kept[name]
-            return (
-                weighted_sum(factors, kept)
-                if rows is None
-                else weighted_sum(factors[rows], kept[rows])
-            )
-        if rows is not None and not len(rows):
-            return self._zeros(name)
+            if rows is not None:
+                factors, kept = factors[rows], kept[rows]
+            return weighted_sum(factors, kept)
         terms: list[Tensor] = []
         if name in self._apart:
-            rows, terms = self._sums_apart(name, factors, rows)
-        if rows is None or len(rows) or not terms:
-            for part in self._parts[name]:
-                terms.append(part.sum(factors, rows))
-        for other, below in self._below.items():
-            if name in below:
-                with self._gathered([name]):
-                    if self._parts[other]:
-                        terms += self._sum_of_pulled(other, name, factors, rows)
-        if not terms:
-            return self._zeros(name)
-        return terms[0] if len(terms) == 1 else _added(terms)
-
-    def _sums_apart(
-        self, name: str, factors: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the rows that were not formed apart, and the weighted sums of the others."""
-        left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
-        if rows is not None:
-            left = torch.zeros_like(left).index_fill_(0, rows, True)
-        sums = []
-        for part, formed in self._apart[name]:
-            wanted = left[part]
-            sums.append(weighted_sum(factors[part][wanted], formed[wanted]))
-        for part, _ in self._apart[name]:
-            left[part] = False
-        return left.nonzero().flatten(), sums
+            apart, formed = self._apart[name]
+            left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
+            if rows is not None:
+                left = torch.zeros_like(left).index_fill_(0, rows, True)
+            wanted = left[apart]
+            terms.append(weighted_sum(factors[apart][wanted], formed[wanted]))
+            rows = left.index_fill_(0, apart, False).nonzero().flatten()
+        for part in self._parts[name] if rows is None or len(rows) else ():
+            terms.append(part.sum(factors, rows))
+        if len(terms) == 1:
+            return terms[0]
+        return _added(terms) if terms else self._zeros(name)
 
     def forget(self) -> None:
         """Free inputs, output gradients, and kept gradients."""
         self._parts, self._kept, self._below, self._small = {}, {}, {}, []
 
 
-Gradients = Formed | Captured
+class Formed(Captured):
+    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
+
+    def __init__(self, formed: dict[str, Tensor]) -> None:
+        n = next((len(grads) for grads in formed.values()), 0)
+        super().__init__({}, formed, {}, n=n, keep="all")
+        self._kept = {name: grads.to(wide(grads.dtype)) for name, grads in formed.items()}

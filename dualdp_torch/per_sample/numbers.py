@@ -21,12 +21,12 @@ from dualdp_torch.per_sample.clip import (
     passes_again,
     weighted_sums,
 )
-from dualdp_torch.per_sample.gradients import Formed, Gradients, Limits
+from dualdp_torch.per_sample.gradients import Captured, Formed, Limits
 from dualdp_torch.rules.base import Tensor
 
 
 def numbers_of(
-    gradients: Gradients,
+    gradients: Captured,
     losses: Tensor,
     terms: Terms,
     *,

@@ -41,7 +41,6 @@ class Forward:
         self.is_open = True  # False once its gradients were used or dropped
         self.uses: dict[Use, BatchAxis | None] = {}  # parameter uses with their batch axes
         self.derived: dict[str, Derived] = {}  # tensors computed from parameters, by name in uses
-        self.stand_ins: dict[str, Tensor] = {}  # by which a sharding wrapper replaced parameters
         self.outputs: list[Tensor] = []  # floating-point tensors that it returned
         self.differentiable: list[int] = []  # positions of those with a gradient
         self.cotangents: dict[int, Tensor] = {}  # gradients that arrived, by position
@@ -51,7 +50,6 @@ class Forward:
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
         self.capture = capture
-        self.stand_ins = capture.stand_ins
         if capture.derived:
             unique = {name: f"{name}.{number}" for name in capture.derived}
             self.derived = {unique[name]: value for name, value in capture.derived.items()}
@@ -93,7 +91,7 @@ class Forward:
         for use in self.uses:
             use.acts = use.grads_out = None
             use.versions.clear()
-        self.uses, self.derived, self.stand_ins = {}, {}, {}
+        self.uses, self.derived = {}, {}
         self.outputs, self.cotangents, self.reached = [], {}, set()
         self.versions = []
         del self.batch

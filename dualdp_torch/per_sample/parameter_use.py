@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.rules.base import Rule, Tensor
+from dualdp_torch.rules.base import Rule, Tensor, wide
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -100,6 +100,7 @@ class Use:
         options: mapping of the call's other arguments.
         edge: graph edge at which the output's gradient arrives.
         position: index among all calls that rules cover.
+        signature: key of this use that is equal for the same use on other data.
         can_skip: True if the call can be run without being captured.
         versions: saved inputs with their versions at the call.
         waits: True if the inputs come when an activation checkpoint runs again.
@@ -115,15 +116,11 @@ class Use:
     edge: GradientEdge
     out_shape: torch.Size
     position: int
+    signature: tuple[Any, ...]
     can_skip: bool = True
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     waits: bool = False
     grads_out: Tensor | None = None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Key of this use that is equal for the same use on other data."""
-        return self.function, tuple(self.held.items()), len(self.out_shape), self.position
 
     @property
     def possible_axes(self) -> Sequence[int]:
@@ -157,45 +154,27 @@ class Derived:
     value: Tensor
     version: int
 
-    def pull_back(
-        self, grads: Tensor, parameters: Mapping[str, Tensor], *, per_sample: bool
-    ) -> tuple[dict[str, Tensor], bool]:
-        """Return gradients of the parameters, (n, *shape) or (*shape), from those of the value.
+    def pull_back(self, grads: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return gradients of the parameters, (n, *shape), from those of the value.
 
-        Where the value is narrower than float32, each gradient is split into three summands that
-        are exact in its precision, and their results are added in float32: rounding a sum of many
-        examples would change it by more than the contribution of one. The second result is True if
-        nothing was rounded to the value's precision on the way.
+        They are float32 or wider, and of each example alone: a sum over the batch in the value's
+        precision would be rounded by more than the contribution of one.
         """
         if self.value._version != self.version:
             raise ChangedInPlaceError(
                 "A tensor computed from parameters was changed in place after it was used. Use the "
                 'out-of-place operation, or method="vmap".'
             )
-        dtype = self.value.dtype
-
-        def down(grad: Tensor) -> dict[str, Tensor]:
-            found = torch.autograd.grad(
-                self.value,
-                list(parameters.values()),
-                grad,
-                is_grads_batched=per_sample,
-                retain_graph=True,
-                allow_unused=True,
-            )
-            pairs = zip(parameters, found, strict=True)
-            return {n: g.float() if g.dtype.itemsize < 4 else g for n, g in pairs if g is not None}
-
-        if dtype.itemsize >= 4:
-            return down(grads.to(dtype)), True
-        high = grads.to(dtype)
-        middle = (grads - high).to(dtype)
-        low = (grads - high - middle).to(dtype)
-        found, *others = down(high), down(middle), down(low)
-        coarse = (high.view(torch.int16) & ~15).view(dtype)  # fewer digits: the rest is exact
-        halves = down(coarse), down(high - coarse)
-        is_exact = all(torch.equal(halves[0][n] + halves[1][n], g) for n, g in found.items())
-        return {n: g + others[0][n] + others[1][n] for n, g in found.items()}, is_exact
+        found = torch.autograd.grad(
+            self.value,
+            list(parameters.values()),
+            grads.to(self.value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        pairs = zip(parameters, found, strict=True)
+        return {name: grad.to(wide(grad.dtype)) for name, grad in pairs if grad is not None}
 
 
 def graph_nodes(roots: Iterable[Any]) -> list[Any]:

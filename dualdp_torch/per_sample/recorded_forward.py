@@ -25,10 +25,10 @@ from dualdp_torch.per_sample.clip import (
     norms_of,
     refuse_two_pass,
 )
-from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.per_sample.gradients import Captured, Limits
 from dualdp_torch.per_sample.model_checks import require_module
 from dualdp_torch.per_sample.numbers import numbers_of
-from dualdp_torch.per_sample.recorder import RECORDED, Recorder
+from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.rules.base import Tensor
 
 _ROWS = 4  # examples that are led through a block alone
@@ -40,7 +40,7 @@ class Record:
     def __init__(self, recorder: Recorder, loss_reduction: str, keep: str, check: str) -> None:
         self._recorder, self._reduction, self._keep = recorder, loss_reduction, keep
         self._check, self._is_checked = check, check == "off"
-        self._gradients: Gradients | None = None
+        self._gradients: Captured | None = None
 
     def check(self) -> None:
         """Check the loss and the gradients, once a backward was recorded and if a check is due.
@@ -81,7 +81,7 @@ class Record:
         is_new = purpose not in cache.checked or cache.by_data
         return self._check == "always" or (self._check == "first" and is_new)
 
-    def _read(self) -> Gradients:
+    def _read(self) -> Captured:
         """Return the gradients, taken from the recorder once."""
         if self._gradients is None:
             self._recorder.require_backward()
@@ -132,7 +132,7 @@ def record_per_sample(
     Args:
         model: module to record.
         loss_reduction: str, "mean" or "sum", the reduction of the examples' losses.
-        method: str, one of `RECORDED`.
+        method: str, one of `METHODS`.
         check: str: "first" checks new code, "always" every block, "off" none.
 
     Yields:
@@ -149,7 +149,7 @@ def record_per_sample(
         model, "record_per_sample", "use make_private, or clipped_grad_sum on the same batch"
     )
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
-    _validate.choice("method", method, RECORDED)
+    _validate.choice("method", method, METHODS)
     _validate.choice("check", check, CHECKS)
     twins = Twins()
     recorder = Recorder(model, method=method, twins=twins)

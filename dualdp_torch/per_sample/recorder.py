@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
 
@@ -27,16 +27,13 @@ from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysis
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.call import Call, Options
+from dualdp_torch.per_sample.call import Call, Options, unchanged
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
-from dualdp_torch.per_sample.clip import (
-    SecondPass,
-    Terms,
-)
-from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
+from dualdp_torch.per_sample.clip import SecondPass, Terms
+from dualdp_torch.per_sample.gradients import Captured, Formed
 from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
@@ -60,13 +57,7 @@ from dualdp_torch.per_sample.parameter_use import (
     graph_nodes,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import (
-    Start,
-    buffers_of,
-    changed_buffers,
-    on_copies,
-    untouched_generators,
-)
+from dualdp_torch.per_sample.random_state import Start, buffers_of, changed_buffers, on_copies
 from dualdp_torch.per_sample.vmap_and_loop import (
     CHANGED,
     again_by_loop,
@@ -77,9 +68,6 @@ from dualdp_torch.per_sample.vmap_and_loop import (
 from dualdp_torch.rules.base import Tensor, is_narrow
 
 _CALL = "_compiled_call_impl"  # a module attribute, called instead of its forward and hooks
-#: Methods that need the recorded forward and backward only.
-RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
-
 _CLOSED = (
     "A backward reached a forward whose gradients were used by optimizer.step(), or dropped by "
     "zero_grad(). Call the model again, or add the losses before one backward."
@@ -154,7 +142,7 @@ class Recorder:
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
         self._replaced = dict[str, Any]()  # attributes of the model before
-        self._set("zero_grad", Zeroing(self, model.zero_grad))
+        self._set("zero_grad", Zeroing(self.zeroed, model.zero_grad))
         self.guard()
 
     def clear(self) -> None:
@@ -179,7 +167,7 @@ class Recorder:
         """Take the place of the model's call, also if that was compiled since the last time."""
         found = vars(self.model).get(_CALL)
         if found is None or found is not self._replaced.get(_CALL, (None, None))[1]:
-            self._set(_CALL, _Recorded(self, found or self.model._call_impl))
+            self._set(_CALL, _Recorded(self.run, found or self.model._call_impl))
 
     def detach(self) -> None:
         """Remove every hook, and restore the model's attributes."""
@@ -212,7 +200,7 @@ class Recorder:
             self._paused = before
 
     @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `call`, which is the model's, and record it: eagerly, or each example alone.
 
         Nothing is recorded while paused, without gradients, or where no batch is active.
@@ -289,7 +277,7 @@ class Recorder:
         shards, by_vmap = self.shards, forward.by_vmap
         buffers = {} if shards is None else buffers_of(self.model)
         keep = partial(self._keep_grads_out, forward)
-        capture = Capture(self._names, keep, self._analysis.skip, self.model)
+        capture = Capture(self._names, keep, self._analysis.skip)
         with torch.set_grad_enabled(not by_vmap), capture:
             outputs = self.model._call_impl(*args, **kwargs)
         forward.has_drawn = forward.start is not None and forward.start.random.has_drawn()
@@ -328,7 +316,8 @@ class Recorder:
             changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
-                "up again, so that what is clipped is what is trained."
+                "up again, so that what is clipped is what is trained; a functional_call with "
+                "other parameters belongs under engine.pause(), and is not private."
             )
 
     def _refuse_other_examples(self, forward: Forward) -> None:
@@ -403,12 +392,13 @@ class Recorder:
         self.clear()
         self.twins.rewind()
 
-    def zeroing(self) -> AbstractContextManager[None]:
-        """Return the context of a `zero_grad`; forget the forwards whose gradients arrived."""
+    def zeroed(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a `zero_grad`, and forget the forwards whose gradients arrived."""
         if not self._paused and (self.has_gradients or self._in_backward):
             self._keep_forwards(lambda forward: not forward.has_gradient())
             self.has_gradients = self._in_backward = False
-        return self.twins.suspended()
+        with self.twins.suspended():
+            return call(*args, **kwargs)
 
     def drop_unused(self) -> None:
         """Forget the forwards that no backward reached: they add nothing to any gradient."""
@@ -542,21 +532,20 @@ class Recorder:
             raise RuntimeError("No backward was recorded. Call loss.backward() before.")
         return self.n
 
-    def gradients(self, scale: float, keep: str) -> Gradients:
+    def gradients(self, scale: float, keep: str) -> Captured:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         uses, formed = dict[Use, BatchAxis | None](), list[dict[str, Tensor]]()
-        inside, derived = dict[str, Tensor](self._inside), dict[str, Derived]()
+        derived = dict[str, Derived]()
         for forward in self.forwards:
             if not forward.is_formed:
                 uses |= forward.uses
-                inside |= forward.stand_ins
                 derived |= forward.derived
             elif forward.has_gradient():
                 formed.append(self._formed(forward, scale).grads())
         found = Captured(
             uses,
-            inside,
+            self._inside,
             derived,
             n=n,
             scale=scale,
@@ -687,84 +676,53 @@ class Recorder:
         then `vmap`, then the loop. A forward that draws random numbers has only the first way, as
         the others would draw other ones. `options` are those of `identity.check`.
         """
-        compared, is_first = list[bool](), options["is_first"]
-
-        def check(numbers: Numbers) -> None:
-            again = self.numbers_again(terms)
-            compared.append(identity.check(self.reference(terms), numbers, again, **options))
-
+        again = self.numbers_again(terms)
+        failure: ExactnessError | UnsupportedLayerError | None = None
+        drew = any(f.start is not None and f.has_drawn for f in self.forwards)
+        tries = self.method == "auto" and options["is_first"] and not (self.computes_loss or drew)
         with self.unchanged():
-            found = self._tried(numbers, terms, check, is_first)
-        if compared[-1]:
-            self.note_checked(purpose)
-        return found, compared[-1]
-
-    def _tried(
-        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], is_first: bool
-    ) -> Numbers:
-        try:
-            check(numbers)
-            return numbers
-        except ExactnessError as error:
-            drew = any(f.start is not None and f.has_drawn for f in self.forwards)
-            if self.method != "auto" or not is_first or self.computes_loss or drew:
-                raise
-            failure = error
-        for way in ("vmap", "loop"):
-            with contextlib.suppress(ExactnessError, UnsupportedLayerError):
-                other = self.numbers_again(terms, way)(self.reference(terms))
-                check(other)
-                for forward in self.forwards:
-                    forward.cache.give_up_uses(self.model, str(failure))
+            for way in (None, "vmap", "loop"):
+                try:
+                    if way is not None:
+                        numbers = self.numbers_again(terms, way)(self.reference(terms))
+                    compared = identity.check(self.reference(terms), numbers, again, **options)
+                    break
+                except (ExactnessError, UnsupportedLayerError) as error:
+                    failure = failure or error
+                    if isinstance(failure, UnsupportedLayerError) or not tries:
+                        raise
                     if way == "loop":
-                        forward.cache.give_up_vmap(self.model, str(failure))
-                        self.by_loop = True
-                return other
-        raise failure
+                        raise failure from None
+        for forward in self.forwards if failure else ():
+            forward.cache.give_up_uses(self.model, str(failure))
+            if way == "loop":
+                forward.cache.give_up_vmap(self.model, str(failure))
+        self.by_loop |= failure is not None and way == "loop"
+        if compared:
+            self.note_checked(purpose)
+        return numbers, compared
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which the model may be run; its state and generators are restored after."""
-        with (
-            self.pause(),
-            self.twins.suspended(),
-            eagerly(),
-            torch.enable_grad(),
-            untouched_generators(self.model),
-            on_copies(self.model),
-            # The host's, around its step.
-            autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext(),
-        ):
+        # The host's, around its step.
+        host = autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext()
+        with self.pause(), self.twins.suspended(), unchanged(self.model), host:
             yield
 
 
-class _Recorded:
+class _Recorded(partial[Any]):
     """Call of a module that is recorded; of a class of its own, as analyses are kept by types."""
 
-    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
-        self._recorder, self._call = recorder, call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs for the loop."""
-        return self._recorder.run(self._call, args, kwargs)
-
-
-class Zeroing:
-    """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too.
+class Zeroing(partial[Any]):
+    """Call of `Recorder.zeroed` in the place of a module's or an optimizer's `zero_grad`.
 
     A copy of the module has its own `zero_grad` there, as it is not recorded.
     """
 
-    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
-        self._recorder, self._call = recorder, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop what was recorded, then set the gradients to zero."""
-        with self._recorder.zeroing():
-            return self._call(*args, **kwargs)
-
     def __reduce__(self) -> Any:
-        return partial, (self._call,)
+        return partial, self.args
 
 
 def _no_short_cut(module: nn.Module, args: Any) -> None:
@@ -801,10 +759,8 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
 
 def _is_of_torch(error: BaseException) -> bool:
     """True for a plain error that was not raised by dualdp."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = str(frames[-1].f_globals.get("__name__")) if frames else ""
     return type(error) is RuntimeError and not where.startswith("dualdp")
 
 

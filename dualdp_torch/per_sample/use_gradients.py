@@ -11,12 +11,7 @@ import torch
 
 from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
-from dualdp_torch.rules.base import (
-    Norms,
-    Tensor,
-    weighted_sum,
-    widened,
-)
+from dualdp_torch.rules.base import Norms, Tensor, weighted_sum, widened
 from dualdp_torch.rules.together import GRAM_ERROR, sq_norms_of
 
 
@@ -54,7 +49,13 @@ class Part:
     beside: dict[str, Tensor] | None = None
     is_narrow: bool = False
 
-    def ask(self, function: Any, rows: Tensor | None = None, factors: Tensor | None = None) -> Any:
+    def ask(
+        self,
+        function: Any,
+        rows: Tensor | None = None,
+        factors: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         """Return a rule function's answer for all examples or `rows`, of `factors` (n,) times."""
         acts, g = self.acts, self.grads_out
         if rows is not None:
@@ -66,7 +67,7 @@ class Part:
             g = g * factors.to(g.dtype).view(-1, *(1,) * (g.dim() - 1))
         if self.is_apart:
             acts, g = _as_rows(acts), g.flatten(0, 1)
-        return function(acts, g, shape=self.use.shapes[self.slot], **self.use.options)
+        return function(acts, g, shape=self.use.shapes[self.slot], **self.use.options, **options)
 
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
@@ -123,7 +124,7 @@ def tied(parts: list[Part]) -> Norms | None:
     )
     error = GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
     own, heads = (
-        sq_norms_of(part.ask(part.use.rule.sq_norms[part.slot]), len(lengths))[0]
+        sq_norms_of(part.ask(part.use.rule.sq_norms[part.slot], can_keep=False), len(lengths))[0]
         for part in (table, head)
     )
     return (own + heads + 2 * inner).clamp(min=0), error

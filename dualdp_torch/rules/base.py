@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Rule` type: per-sample gradients, norms and sums of one function's parameters."""
+"""The `Rule` type: per-sample gradients, norms and sums of one function's parameters.
+
+All rules share the functions here: dtypes, norms, memory that may be kept, and the choice among the
+exact methods of a layer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from dualdp._validate import UnsupportedLayerError
 
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
@@ -26,11 +34,6 @@ def first_axis(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
 def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     """Axes of the output that may hold the batch: all but the last, which holds features."""
     return range(len(shape) - 1)
-
-
-def is_transposed(grads: Tensor) -> bool:
-    """True if the n matrices are stored by columns."""
-    return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
 
 
 @functools.cache
@@ -80,10 +83,8 @@ def _block_of(size: int) -> int:
 
 def lengths(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,) norms, of blocks first: `square().sum()` would write a full copy."""
-    if grads.dim() == 2:
-        return last_lengths(grads)
-    if is_transposed(grads):
-        grads = grads.mT
+    if grads.dim() == 2 and grads.shape[1] <= _BLOCK:
+        return torch.linalg.vector_norm(grads, dim=1)
     return last_lengths(grads.reshape(grads.shape[0], math.prod(grads.shape[1:])))
 
 
@@ -115,9 +116,65 @@ def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     factors = factors.to(grads.dtype)
     if grads.dim() <= 2:
         return factors @ grads
-    if is_transposed(grads):
-        return weighted_sum(factors, grads.mT).T.contiguous()
     return (factors @ grads.flatten(1)).view(grads.shape[1:])
+
+
+#: Bytes that are taken without asking the device, and fraction of its free memory for one call.
+SURELY_FREE = 1 << 26
+PART = 0.5
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        sizes = dict(line.split(":", 1) for line in lines)
+        return 1024 * int(sizes["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def may_keep(numbers: int, like: Tensor) -> bool:
+    """True if `numbers` more elements of the dtype of `like` may be kept on its device."""
+    size = numbers * like.element_size()
+    return size < SURELY_FREE or size < PART * free_memory(like.device)
+
+
+def row_slices(n: int, each: int, like: Tensor) -> Iterator[slice]:
+    """Yield slices of n rows, each of at most SURELY_FREE bytes at `each` numbers per row."""
+    rows = max(SURELY_FREE // max(each * like.element_size(), 1), 1)
+    for start in range(0, max(n, 1), rows):
+        yield slice(start, min(start + rows, n))
+
+
+#: Operation -> its exact methods, which differ in time and memory. "gram" forms no per-sample
+#: gradient, "discard" forms it for its norm, "keep" keeps it for the sum, as do the three forms of
+#: a convolution (`conv_forms`).
+OPERATIONS = {
+    "linear": ("gram", "keep", "discard"),
+    "convolution": ("gram", "folded", "unfold", "crb"),
+}
+#: Operation -> method of every layer, to compare them; without an entry the cost model decides.
+FORCED: dict[str, str] = {}
+
+
+def choose(operation: str, usual: str, methods: Iterable[str], sizes: Iterable[int]) -> str:
+    """Return the forced one of a layer's methods, or else `usual`.
+
+    Args:
+        operation: key of `OPERATIONS`.
+        usual: method that the cost model prefers.
+        methods: names of the methods that the layer has.
+        sizes: sizes of one example, for the error message.
+    """
+    method = FORCED.get(operation, usual)
+    if method not in methods:
+        raise UnsupportedLayerError(
+            f"{operation}={method!r} is forced, but sizes {'x'.join(map(str, sizes))} have no such "
+            f"way. Expected one of {', '.join(sorted(methods))}."
+        )
+    return method
 
 
 @dataclass(frozen=True)
@@ -134,7 +191,8 @@ class Rule:
         grads: mapping from parameter argument to a function for the (n, *shape) gradients.
         sq_norms: mapping from parameter argument to a function for (n,) squared norms, where that
             is cheaper than the gradients, and their (n,) error bound, None if nothing cancels; or
-            for a description of them (`rules.together`).
+            for a description of them (`rules.together`). With the further argument `can_keep=True`
+            it returns None where it is cheapest to keep the gradients for the sum.
         sums: mapping from parameter argument to a function for the (*shape) sum over the
             examples; its `grads_out` are scaled already.
         pair: function for the gradients of weight and bias in one pass, called like that of the
@@ -144,7 +202,6 @@ class Rule:
         light: parameter arguments whose functions need no `acts` (they get None).
         batch_axes: function of the shapes of output and parameters; axes that may hold the batch.
         rows_are_free: bool, True if any number of position axes may follow the batch axis.
-        keeps: predicate called like `grads`, True if keeping per-sample gradients is cheapest.
         join: function that joins several (acts, grads_out) of one parameter along the positions.
         refuse: function of the arguments; why the call has no per-sample gradient, or None.
         alone: bool, True if calls without any tensor but parameters are covered.
@@ -161,7 +218,6 @@ class Rule:
     batch_axes: Callable[[torch.Size, Shapes], Sequence[int]] = first_axis
     rows_are_free: bool = False
     alone: bool = False
-    keeps: Callable[..., bool] | None = None
     join: Callable[[Sequence[tuple[Any, Tensor]]], tuple[Any, Tensor]] | None = None
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
     applies: Callable[[Mapping[str, Any]], bool] | None = None

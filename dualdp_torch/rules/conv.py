@@ -16,10 +16,9 @@ import torch
 from torch.nn import functional as F
 
 from dualdp import costs
-from dualdp_torch.rules import choices, conv_forms, linear, memory
-from dualdp_torch.rules.base import Rule, Tensor, on_host, sq_norms
+from dualdp_torch.rules import base, conv_forms, linear
+from dualdp_torch.rules.base import Rule, Tensor, may_keep, on_host, row_slices, sq_norms
 from dualdp_torch.rules.conv_forms import frames, padded, patches, per_axis, weight_backward
-from dualdp_torch.rules.matmul import product
 from dualdp_torch.rules.together import Described, Gram
 
 #: Channels that oneDNN handles at once on a CPU.
@@ -96,11 +95,11 @@ def _method(
     usual = _usual_form(acts, grads_out, shape, transposed, o.get("groups", 1))
     if transposed or acts.dim() != len(shape):  # several frames per example
         methods = ("folded",) if transposed or len(shape) > 4 else ("folded", "crb")
-        return choices.choose("convolution", usual, methods, acts.shape[1:])
+        return base.choose("convolution", usual, methods, acts.shape[1:])
     if _prefers_gram(acts, grads_out, shape, o.get("groups", 1)):
         usual = "gram"
     methods = ("gram", *(conv_forms.FORMS if acts.dim() <= 4 else ("folded",)))
-    return choices.choose("convolution", usual, methods, acts.shape[1:])
+    return base.choose("convolution", usual, methods, acts.shape[1:])
 
 
 def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: torch.Size, groups: int) -> bool:
@@ -130,7 +129,7 @@ def weight_sum(
     if plain and rows <= FEW and on_host(acts):
         under = patches(acts, shape=shape, **options).transpose(1, 2).reshape(rows, -1)
         g = grads_out.flatten(2).transpose(1, 2).reshape(rows, shape[0])
-        return product(g.T, under.T).view(shape)
+        return (g.T @ under).view(shape)
     a, g = (frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
     return weight_backward(a, g, shape, transposed, **options)[0]
 
@@ -179,13 +178,25 @@ def _without_gradient(acts: Tensor, grads_out: Tensor, shape: torch.Size, **o: A
 
 
 def weight_sq_norms(
-    acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
-) -> Described:
-    """(n,) squared norms, by Gram form or by forming the gradient (Bu et al. 2022, section 4)."""
+    acts: Tensor,
+    grads_out: Tensor,
+    *,
+    shape: torch.Size,
+    transposed: bool = False,
+    can_keep: bool = False,
+    **options: Any,
+) -> Described | None:
+    """(n,) squared norms, by Gram form or by forming the gradient (Bu et al. 2022, section 4).
+
+    None if gradients that are formed can be kept and fit in memory; else they are formed for their
+    norms alone, a few examples at a time.
+    """
     if _method(acts, grads_out, shape, transposed=transposed, **options) == "gram":
         return _without_gradient(acts, grads_out, shape, **options)
+    if can_keep and may_keep(len(acts) * math.prod(shape), acts):
+        return None
     options |= {"transposed": transposed, "shape": shape}
-    rows = memory.row_slices(len(acts), math.prod(shape), acts)
+    rows = row_slices(len(acts), math.prod(shape), acts)
     norms = torch.cat([sq_norms(weight_grads(acts[r], grads_out[r], **options)) for r in rows])
     # A pixel that lies in several patches counts once for each kernel point.
     return norms, linear.formed_error(acts, grads_out).mul_(math.prod(shape[2:]))
@@ -199,15 +210,6 @@ def bias_grads(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
 def bias_sum(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     """(n, [f,] o, ...) -> (o,) sum over the examples."""
     return frames(grads_out, axes).flatten(3).sum((0, 1, 3))
-
-
-def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> bool:
-    """True if per-sample gradients are kept: they fit in memory, and the Gram form is not cheaper.
-
-    If they do not fit, they are formed for their norms alone, a few examples at a time.
-    """
-    fits = memory.may_keep(len(acts) * math.prod(shape), acts)
-    return fits and _method(acts, grads_out, shape, **options) != "gram"
 
 
 def rule(axes: int, *, transposed: bool = False) -> Rule:
@@ -224,6 +226,5 @@ def rule(axes: int, *, transposed: bool = False) -> Rule:
         sums={"weight": of(weight_sum), "bias": partial(bias_sum, axes=axes)},
         pair=of(grads_with_bias),
         rows_are_free=True,
-        keeps=of(keeps),
         applies=lambda call: bool(call["input"].dim() == call["weight"].dim()),  # has a batch axis
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dualdp_torch.rules import choices, linear
+from dualdp_torch.rules import linear
 from dualdp_torch.rules.base import (
     Norms,
     Rule,
@@ -113,17 +113,9 @@ def weight_sq_norms(
     g = g.reshape(n * t, shape[1])
     slots = _slots(ids, shape[0])
     is_repeated = slots != torch.arange(n * t, device=g.device)
-    if choices.is_static():  # how many ids are repeated is no part of the shapes
-        lengths = 2 * torch.linalg.vector_norm(g, dim=1).masked_fill(~is_repeated, 0)
-        sums = torch.zeros_like(g).index_add_(0, slots, g)
-        lengths = lengths.view(n, t).sum(1)
-        return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths.square_())
-    repeated = is_repeated.nonzero().flatten()
-    added = g[repeated]
-    sums = g.index_fill(0, repeated, 0).index_add_(0, slots[repeated], added)
     # Rounding matters where rows cancel: then the row that they are added to is about as long.
-    lengths = 2 * torch.linalg.vector_norm(added, dim=1)
-    lengths = lengths.new_zeros(n).index_add_(0, repeated // t, lengths)
+    lengths = 2 * last_lengths(g).masked_fill(~is_repeated, 0).view(n, t).sum(1)
+    sums = torch.zeros_like(g).index_add_(0, slots, g)
     return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths.square_())
 
 
@@ -178,7 +170,6 @@ RULE = Rule(
     light=frozenset(),
     batch_axes=all_but_last,
     rows_are_free=True,
-    keeps=lambda *_, **__: False,  # kept per-sample gradients would be n tables
     join=_join,
     refuse=_refuse,
 )

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dualdp import costs
 from dualdp.plan.clipping import margin_of
-from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, sq_norms
-from dualdp_torch.rules.matmul import move, product, products
+from dualdp_torch.rules import base
+from dualdp_torch.rules.base import (
+    Rule,
+    Tensor,
+    all_but_last,
+    lengths,
+    may_keep,
+    on_host,
+    row_slices,
+    sq_norms,
+)
 from dualdp_torch.rules.together import Described, Gram, Product
 
+#: Multiplications in products of a batch that cost as much as moving one number, on a host
+#: (measured with two threads, 64 to 512 positions: 24 to 60, mostly 30) and elsewhere.
+MOVE, MOVE_ELSEWHERE = 32.0, 64.0
 #: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
 
@@ -34,7 +45,7 @@ def _positions(x: Tensor) -> int:
 def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     """(n, ..., i), (n, ..., o) -> (n, o, i) per-sample gradients."""
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return products(g.mT, a.mT)
+    return torch.bmm(g.mT, a)
 
 
 def _without_gradient(acts: Tensor, grads_out: Tensor) -> Product | Gram:
@@ -45,7 +56,7 @@ def _without_gradient(acts: Tensor, grads_out: Tensor) -> Product | Gram:
 
     def fill(*by: Tensor) -> None:
         for x, out in zip(map(flatten_positions, (acts, grads_out)), by, strict=True):
-            products(x, x, out=out.squeeze(1))
+            torch.bmm(x, x.mT, out=out.squeeze(1))
 
     return Gram((1, t), acts, fill)
 
@@ -61,24 +72,32 @@ def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str
 
 def _way(acts: Tensor, grads_out: Tensor, *, can_keep: bool) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "discard", or if it `can_keep` also "keep"."""
-    sizes = math.prod(acts.shape[1:-1]), acts.shape[-1], grads_out.shape[-1]
-    by_host = move(acts)
-    way = _cheapest(*sizes, by_host, keeps=True)
-    way = choices.choose("linear", way, choices.OPERATIONS["linear"], sizes)
-    return way if can_keep or way != "keep" else _cheapest(*sizes, by_host, keeps=False)
+    sizes = _positions(acts), acts.shape[-1], grads_out.shape[-1]
+    move = MOVE if on_host(acts) else MOVE_ELSEWHERE
+    way = _cheapest(*sizes, move, keeps=True)
+    way = base.choose("linear", way, base.OPERATIONS["linear"], sizes)
+    return way if can_keep or way != "keep" else _cheapest(*sizes, move, keeps=False)
 
 
-def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Described:
+def weight_sq_norms(
+    acts: Tensor, grads_out: Tensor, *, can_keep: bool = False, **_: Any
+) -> Described | None:
     """Return (n,) squared norms by the cheaper of Gram form and forming the gradient.
 
     Both cancel in finite precision: for examples whose error bound is too large the caller forms
-    the gradient, and uses that same gradient in the sum. Source: Li et al. 2022, eq. 3.
+    the gradient, and uses that same gradient in the sum. None if the gradients are better kept and
+    fit in memory. Source: Li et al. 2022, eq. 3.
     """
-    if _way(acts, grads_out, can_keep=False) == "gram":
+    if acts.dim() == 2 and not base.FORCED:
+        return Product(acts, grads_out)
+    numbers = acts.shape[-1] * grads_out.shape[-1]
+    way = _way(acts, grads_out, can_keep=can_keep and may_keep(len(acts) * numbers, acts))
+    if way == "keep":
+        return None
+    if way == "gram":
         return _without_gradient(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    numbers = a.shape[2] * g.shape[2]
-    rows = memory.row_slices(len(a), numbers, a)
+    rows = row_slices(len(a), numbers, a)
     norms = torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows])
     return norms, formed_error(a, g)
 
@@ -102,7 +121,7 @@ def rounding_error(sq_lengths: Tensor) -> Tensor:
 def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     """(n, ..., i), (n, ..., o) -> (o, i) sum over the examples, one product for the whole batch."""
     g, a = grads_out.reshape(-1, grads_out.shape[-1]), acts.reshape(-1, acts.shape[-1])
-    return product(g.T, a.T)
+    return g.T @ a
 
 
 def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
@@ -122,25 +141,13 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
     return torch.cat(acts, 1) if acts else None, grads_out
 
 
-def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """True if keeping the per-sample gradients is cheapest and they fit in memory."""
-    numbers = acts.shape[0] * acts.shape[-1] * grads_out.shape[-1]
-    return _way(acts, grads_out, can_keep=True) == "keep" and memory.may_keep(numbers, acts)
+def _right(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a weight for y = x W, whose gradient is (i, o)."""
 
+    def turned(acts: Tensor, grads_out: Tensor, **options: Any) -> Any:
+        return function(grads_out, acts, **options)
 
-def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
-    """(n, ..., i), (n, ..., o) -> (n, i, o), for y = x W."""
-    return weight_grads(grads_out, acts)
-
-
-def _right_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
-    """(n, ..., i), (n, ..., o) -> (i, o), for y = x W."""
-    return weight_sum(grads_out, acts)
-
-
-def _right_keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """`keeps` for y = x W."""
-    return keeps(grads_out, acts)
+    return turned
 
 
 def _is_plain_product(call: Mapping[str, Any]) -> bool:
@@ -159,33 +166,30 @@ RULE = Rule(
     sums={"weight": weight_sum, "bias": bias_sum},
     batch_axes=all_but_last,
     rows_are_free=True,
-    keeps=keeps,
     join=join,
 )
 #: x @ W with W (i, o).
 MATMUL = Rule(
     arguments=("input", "other"),
-    grads={"other": _right_grads},
+    grads={"other": _right(weight_grads)},
     sq_norms={"other": weight_sq_norms},
-    sums={"other": _right_sum},
+    sums={"other": _right(weight_sum)},
     light=frozenset(),
     batch_axes=all_but_last,
     rows_are_free=True,
-    keeps=_right_keeps,
     join=join,
     applies=_is_plain_product,
 )
 #: b + x @ W, as in the `Conv1D` layers of GPT-2.
 ADDMM = Rule(
     arguments=("input", "mat1", "mat2"),
-    grads={"mat2": _right_grads, "input": bias_grads},
+    grads={"mat2": _right(weight_grads), "input": bias_grads},
     sq_norms={"mat2": weight_sq_norms},
-    sums={"mat2": _right_sum, "input": bias_sum},
+    sums={"mat2": _right(weight_sum), "input": bias_sum},
     acts="mat1",
     light=frozenset({"input"}),
     batch_axes=all_but_last,
     rows_are_free=True,
-    keeps=_right_keeps,
     join=join,
     applies=_is_plain_product,
 )

@@ -49,26 +49,16 @@ def in_full_precision(function: _Function) -> _Function:
     return cast("_Function", called)
 
 
-def full_precision() -> contextlib.AbstractContextManager[Any]:
-    """Context without autocast and TF32."""
-    on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    stack = contextlib.ExitStack()
-    for device in ("cpu",) * on_cpu + ("cuda",) * on_cuda:
-        stack.enter_context(torch.autocast(device, enabled=False))
-    if _HAS_CUDA:
-        stack.enter_context(_without_tf32())
-    return stack
-
-
 @contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Switch TF32 off and restore the user's settings."""
-    found = [(owner, name, getattr(owner, name), off) for owner, name, off in _SETTINGS]
-    changed = [entry for entry in found if entry[2] not in _OFF]
-    try:
-        for owner, name, _, off in changed:
-            setattr(owner, name, off)
+def full_precision() -> Iterator[None]:
+    """Context without autocast and TF32; the user's settings come back at its end."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        for owner, name, off in _SETTINGS if _HAS_CUDA else ():
+            value = getattr(owner, name)
+            if value not in _OFF:
+                stack.callback(setattr, owner, name, value)
+                setattr(owner, name, off)
         yield
-    finally:
-        for owner, name, value, _ in changed:
-            setattr(owner, name, value)

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from dualdp_torch.rules import linear
 from dualdp_torch.rules.base import Tensor, on_host
-from dualdp_torch.rules.matmul import product
 from dualdp_torch.rules.rnn_backward import (
     Cell,
     by_example,
@@ -73,7 +72,7 @@ class _Recurrence(torch.autograd.Function):
             found = rnn_deltas(cell, last, out_grads, state_grads[0])
         x_deltas, h_deltas, projected, dh, dc = found
         needed = ctx.needs_input_grad[4]
-        dx = steps_of(product(rows_of(x_deltas), cell.w_ih.T), x) if needed else None
+        dx = steps_of(F.linear(rows_of(x_deltas), cell.w_ih.T), x) if needed else None
         return None, x_deltas, h_deltas, projected, dx, dh, dc
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from dualdp_torch.rules.base import Tensor
-from dualdp_torch.rules.matmul import adder, product
-from dualdp_torch.rules.workspace import are_gates, lstm_with_gates
+from dualdp_torch.rules.base import Tensor, on_host
 
 #: Gate values that are processed at once, so that they stay in a CPU's cache.
 _CHUNK = 1 << 19
@@ -71,8 +70,8 @@ class Cell:
         """(t, n, g) gates before their nonlinearity."""
         biases = [b for b in (self.b_ih, self.b_hh) if b is not None]
         bias = torch.stack(biases).sum(0) if biases else None
-        gates = product(rows_of(x), self.w_ih, bias)
-        return steps_of(gates.add_(product(rows_of(previous), self.w_hh)), x)
+        gates = F.linear(rows_of(x), self.w_ih, bias)
+        return steps_of(gates.add_(F.linear(rows_of(previous), self.w_hh)), x)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -217,11 +216,11 @@ def _before(cell: Cell, out_grads: Tensor) -> Callable[[int, Tensor, Tensor], Te
     After the end of a sequence `dh` is passed on unchanged.
     """
     above = out_grads.unbind(0)
-    add = adder(cell.w_hh.T.contiguous(), out_grads.shape[1])
+    by_columns = cell.w_hh.T.contiguous().T
     dead = None if cell.alive is None else (~cell.alive).to(out_grads.dtype).unbind(0)
 
     def before(t: int, delta: Tensor, dh: Tensor) -> Tensor:
-        found = add(above[t - 1] if t else torch.zeros_like(dh), delta)
+        found = torch.addmm(above[t - 1] if t else torch.zeros_like(dh), delta, by_columns)
         return found if dead is None else found.addcmul_(dead[t], dh)
 
     return before
@@ -231,8 +230,8 @@ def gru_deltas(
     cell: Cell, x: Tensor, previous: Tensor, out_grads: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, None, Tensor, None]:
     """Deltas of input and hidden side, which differ in the candidate, and of the first state."""
-    x_gates = steps_of(product(rows_of(x), cell.w_ih, cell.b_ih), x)
-    h_gates = steps_of(product(rows_of(previous), cell.w_hh, cell.b_hh), x)
+    x_gates = steps_of(F.linear(rows_of(x), cell.w_ih, cell.b_ih), x)
+    h_gates = steps_of(F.linear(rows_of(previous), cell.w_hh, cell.b_hh), x)
     (x_r, x_z, x_n), (h_r, h_z, h_n) = x_gates.chunk(3, -1), h_gates.chunk(3, -1)
     r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
     candidate = tanh(x_n + r * h_n)
@@ -243,11 +242,11 @@ def gru_deltas(
         factors = [factor * cell.alive for factor in factors]
     gates = torch.stack([factor.transpose(0, 1) for factor in factors], 2).transpose(0, 1)
     deltas, hidden = gates.flatten(2), by_example(len(x), dh)
-    add = adder(cell.w_hh.T.contiguous(), len(dh))
+    by_columns = cell.w_hh.T.contiguous().T
     for t in range(len(x) - 1, -1, -1):
         torch.add(dh, out_grads[t], out=hidden[t])
         gates[t].mul_(hidden[t].unsqueeze(1))
-        dh = add(hidden[t] * z[t], deltas[t])
+        dh = torch.addmm(hidden[t] * z[t], deltas[t], by_columns)
     x_deltas = torch.cat([deltas[:, :, : 2 * dh.shape[1]], hidden * by_n], 2)
     return x_deltas, deltas, None, dh, None
 
@@ -265,3 +264,74 @@ def rnn_deltas(
         deltas[t].mul_(dh)
         dh = before(t, deltas[t], dh)
     return deltas, deltas, None, dh, None
+
+
+# ---------------------------------------------------------------------- oneDNN
+
+
+def by_onednn(*operands: Tensor) -> bool:
+    """True if oneDNN can take the operands: float32 on a CPU, not recorded by autograd."""
+    has_graph = torch.is_grad_enabled()
+    for x in operands:
+        if not on_host(x) or x.dtype != torch.float32 or (has_graph and x.requires_grad):
+            return False
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+
+
+# oneDNN leaves the gates of every step at the start of its training forward's workspace, whose
+# layout is not documented. They are used only after `are_gates` has checked them against the last
+# cell state that the layer returned and the last step's input; else they are computed again.
+
+#: `mode` of an LSTM in `aten::mkldnn_rnn_layer`.
+_LSTM = 2
+#: Largest difference of gates or cell states that is taken for rounding.
+TOLERANCE = 1e-4
+_layer: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
+
+
+def lstm_with_gates(
+    x: Tensor, h: Tensor, c: Tensor, weights: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Output (t, n, h), last states (n, h) twice, activated gates i, f, g, o (t, n, 4, h).
+
+    From x (t, n, i), first states (n, h), weights (4 h, i) and (4 h, h), and two biases (4 h,).
+    None if oneDNN cannot run the layer or returns no such workspace.
+    """
+    if _layer is None or torch.is_autocast_enabled("cpu") or not x.numel():
+        return None
+    if not by_onednn(x, h, c, *weights):
+        return None
+    first = weights[0].detach().requires_grad_()  # oneDNN returns its workspace for training only
+    options: tuple[Any, ...] = (False, [], _LSTM, h.shape[1], 1, True, False, False, True)
+    with torch.enable_grad():
+        operands = (x.detach(), first, *weights[1:], h, c)  # oneDNN assumes contiguous operands
+        found = _layer(*(operand.contiguous() for operand in operands), *options)
+    out, last_h, last_c, workspace = found
+    steps, n, width = len(x), len(h), 4 * h.shape[1]
+    row = row_stride(width)
+    if workspace is None or workspace.dtype != torch.uint8 or len(workspace) < 4 * steps * n * row:
+        return None
+    rows = workspace.detach()[: 4 * steps * n * row].view(torch.float32).view(steps, n, row)
+    gates = rows[:, :, :width].unflatten(2, (4, -1)).clone()  # a quarter of the workspace
+    return out.detach(), last_h.detach().view_as(h), last_c.detach().view_as(c), gates
+
+
+def row_stride(numbers: int) -> int:
+    """Row stride of the workspace in numbers: whole cache lines, and no power of two."""
+    numbers = -(-numbers // 16) * 16
+    return numbers + 16 if numbers % 256 == 0 else numbers
+
+
+def are_gates(gates: Tensor, cells: Tensor, last_c: Tensor, last_sums: Tensor) -> bool:
+    """True if activated gates (t, n, 4, h) agree with the layer's last cell state and last step.
+
+    `cells`, (t + 1, n, h), were computed from the gates; the layer returned `last_c`, (n, h);
+    `last_sums`, (n, 4 h), are the gates of the last step before activation.
+    """
+    i, f, g, o = last_sums.chunk(4, 1)
+    expected = torch.stack([i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()], 1)
+
+    def near(x: Tensor, y: Tensor) -> bool:
+        return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+    return near(gates[-1], expected) and near(cells[-1], last_c)

@@ -2,20 +2,19 @@
 """Squared norms of many parameters at once: a few kernels for all layers, not a few for each.
 
 On a GPU a small model spends its time on starting kernels. A rule therefore describes a norm, as
-`Product` or `Gram`, and `NormTable` computes those of a whole model in the same calls.
+`Product` or `Gram`, and `table_of` computes those of a whole model in the same calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from dualdp_torch.rules.base import Norms, Tensor, lengths
-from dualdp_torch.rules.precision import in_full_precision
 
 #: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
 #: l_t = |a_t| |g_t|: one product errs by up to 8 eps (measured, 512 inputs), but not all at once.
@@ -90,14 +89,6 @@ def gram_norms(grams: Sequence[Gram], n: int) -> tuple[list[int], Tensor, Tensor
     return order, found.clamp_(min=0), error
 
 
-def sq_norms_of(found: Described, n: int) -> Norms:
-    """(n,) squared norms and error bounds, or None, of one description."""
-    table = NormTable(n, 1.0)
-    table.add("", found)
-    norms = table.finish()
-    return norms.squares[0], norms.errors()[0] if norms.bounded else None
-
-
 class Table(NamedTuple):
     """Squared norms of parameters.
 
@@ -118,6 +109,11 @@ class Table(NamedTuple):
     largest: Callable[[], Tensor] | None = None
     share: float = 1.0
 
+    def by_name(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Name -> (n,) squared norms, in the order of the names."""
+        rows = dict(zip(self.names, self.squares.unbind(0), strict=True))
+        return {name: rows[name] for name in names}
+
     def are_moderate(self, tolerated: float) -> bool:
         """True if no length is so large that errors add up to more, or that a sum overflows.
 
@@ -131,81 +127,65 @@ class Table(NamedTuple):
         return float(self.largest()) <= min(room, math.sqrt(room), tolerated / lost) / 2
 
 
-class NormTable:
-    """Squared norms of parameters with one dtype, of n examples, multiplied by `scale` squared.
+def table_of(
+    described: Mapping[str, Described],
+    known: Mapping[str, Tensor],
+    shared: Mapping[str, str],
+    *,
+    n: int,
+    scale: float = 1.0,
+) -> Table:
+    """Return the squared norms of parameters with one dtype, multiplied by `scale` squared.
 
-    They are added one by one, as a description, as lengths, or as shared with a product, and
-    computed by `finish`.
+    Args:
+        described: name -> norm that needs no gradient.
+        known: name -> (n,) lengths of the gradients.
+        shared: name -> name of the product whose `grads_out` is the gradient.
+        n: number of examples.
+        scale: factor of the gradients.
     """
-
-    def __init__(self, n: int, scale: float) -> None:
-        self._n, self._share = n, scale**2
-        self._products: dict[str, Product] = {}
-        self._grams: dict[str, Gram] = {}
-        self._others: dict[str, Norms] = {}
-        self._lengths: dict[str, Tensor] = {}
-        self._shared: dict[str, int] = {}
-
-    def add(self, name: str, found: Described) -> None:
-        """Add a norm that needs no gradient."""
-        if isinstance(found, Product):
-            self._products[name] = found
-        elif isinstance(found, Gram):
-            self._grams[name] = found
-        else:
-            self._others[name] = found
-
-    def add_length(self, name: str, found: Tensor) -> None:
-        """Add the (n,) lengths of one parameter's gradients."""
-        self._lengths[name] = found
-
-    def shares(self, name: str, grads: Tensor) -> bool:
-        """Add a gradient whose length is a factor of a product in the table; False if it is not."""
-        for index, product in enumerate(self._products.values()):
-            if product.grads_out is grads:
-                self._shared[name] = index
-                return True
-        return False
-
-    @in_full_precision
-    def finish(self) -> Table:
-        """Return the squared norms of all parameters."""
-        rows, bounds = list[tuple[list[str], Tensor]](), list[tuple[list[str], Bounds]]()
-        products, k, largest = self._products.values(), len(self._products), None
-        acts = [lengths(product.acts) for product in products]
-        grads = [lengths(product.grads_out) for product in products]
-        shared = {name: grads[index] for name, index in self._shared.items()}
-        found = dict(zip(self._products, acts, strict=True)) | shared | self._lengths
-        if found:
-            names = [*found]
-            squares = torch.stack([*found.values(), *acts, *grads]).square_()
-            made_of, factors = squares[k:], squares[len(names) :]
-            if k:
-                squares[:k].mul_(factors[k:])
-                lost = LOST * torch.finfo(squares.dtype).tiny * self._share
-                bounds.append(([*self._products], lambda: (factors[:k] + factors[k:]).mul_(lost)))
-                largest = made_of.max
-            rows.append((names, squares[: len(names)]))
-        if self._grams:
-            order, squares, errors = gram_norms([*self._grams.values()], self._n)
-            names = [[*self._grams][index] for index in order]
-            rows.append((names, squares))
-            bounds.append((names, partial(errors.mul, self._share)))
-        for name, (square, error) in self._others.items():
+    products = {name: d for name, d in described.items() if isinstance(d, Product)}
+    grams = {name: d for name, d in described.items() if isinstance(d, Gram)}
+    rows, bounds = list[tuple[list[str], Tensor]](), list[tuple[list[str], Bounds]]()
+    share, k, largest = scale**2, len(products), None
+    acts = {name: lengths(product.acts) for name, product in products.items()}
+    grads = {name: lengths(product.grads_out) for name, product in products.items()}
+    found = acts | {name: grads[product] for name, product in shared.items()} | {**known}
+    if found:
+        squares = torch.stack([*found.values(), *acts.values(), *grads.values()]).square_()
+        made_of, factors = squares[k:], squares[len(found) :]
+        if k:
+            squares[:k].mul_(factors[k:])
+            lost = LOST * torch.finfo(squares.dtype).tiny * share
+            bounds.append(([*products], lambda: (factors[:k] + factors[k:]).mul_(lost)))
+            largest = made_of.max
+        rows.append(([*found], squares[: len(found)]))
+    if grams:
+        order, squares, errors = gram_norms([*grams.values()], n)
+        names = [[*grams][index] for index in order]
+        rows.append((names, squares))
+        bounds.append((names, partial(errors.mul, share)))
+    for name, norms in described.items():
+        if not isinstance(norms, Product | Gram):
+            square, error = norms
             rows.append(([name], square.unsqueeze(0)))
             if error is not None:
-                bounds.append(([name], partial(error.unsqueeze(0).mul, self._share)))
-        bounded = [name for each, _ in bounds for name in each]
-        names = [name for each, _ in rows for name in each]
-        table = stacked([row for _, row in rows])
-        return Table(
-            names,
-            table if self._share == 1 else table * self._share,
-            bounded,
-            lambda: stacked([errors() for _, errors in bounds]),
-            largest if len(rows) == 1 else None,
-            self._share,
-        )
+                bounds.append(([name], partial(error.unsqueeze(0).mul, share)))
+    table = stacked([row for _, row in rows])
+    return Table(
+        [name for each, _ in rows for name in each],
+        table if share == 1 else table * share,
+        [name for each, _ in bounds for name in each],
+        lambda: stacked([errors() for _, errors in bounds]),
+        largest if len(rows) == 1 else None,
+        share,
+    )
+
+
+def sq_norms_of(found: Described, n: int) -> Norms:
+    """(n,) squared norms and error bounds, or None, of one description."""
+    norms = table_of({"": found}, {}, {}, n=n)
+    return norms.squares[0], norms.errors()[0] if norms.bounded else None
 
 
 def stacked(rows: list[Tensor]) -> Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,12 +52,19 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 class YieldedBatch:
-    """Leaves of a batch as the loader yielded them."""
+    """Copies of a batch's leaves, as the loader yielded them.
+
+    Values are compared, since not every change of a tensor, as by NumPy, changes its version.
+    """
 
     def __init__(self, batch: Any) -> None:
         leaves = list(_leaves(batch))
-        self._tensors = [(weakref.ref(t), t._version) for t in leaves if torch.is_tensor(t)]
+        self._copies = [t.detach().clone() for t in leaves if torch.is_tensor(t)]
         self._others = {id(leaf): leaf for leaf in leaves if not torch.is_tensor(leaf)}
+
+    def _has(self, tensor: Tensor) -> bool:
+        """True for a tensor of the batch, moved to a device or a dtype at most."""
+        return any(_holds(copy, tensor) for copy in self._copies)
 
     def moved(self, batch: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
         """Return a batch of these leaves, tensors on a device; refuse others, and changed ones.
@@ -69,35 +75,28 @@ class YieldedBatch:
         def checked(leaf: Any) -> Any:
             if isinstance(leaf, Mapping):
                 return {key: checked(value) for key, value in leaf.items()}
-            if not torch.is_tensor(leaf):
-                if leaf is not None and id(leaf) not in self._others:
-                    raise ValueError(
-                        f"{leaf!r} is not what the loader yielded. Expected its leaves as they "
-                        "came; a constant belongs into the loss function."
-                    )
-                return leaf
-            for yielded, version in self._tensors:
-                if yielded() is leaf and leaf._version == version:
-                    return leaf.to(device, non_blocking=True)
-            raise ValueError(
-                f"A tensor of shape {tuple(leaf.shape)} is not what the loader yielded, or was "
-                "changed since. Expected its tensors as they came: they are moved to the model's "
-                "device, and what changes them belongs into the loss function, where it is checked."
-            )
+            if torch.is_tensor(leaf) and self._has(leaf):
+                return leaf.to(device, non_blocking=True)
+            if torch.is_tensor(leaf):
+                raise ValueError(
+                    f"A tensor of shape {tuple(leaf.shape)} is not what the loader yielded, or was "
+                    "changed since. Expected its tensors as they came: they are moved to the "
+                    "model's device, and what changes them belongs into the loss function, where "
+                    "it is checked."
+                )
+            if leaf is not None and id(leaf) not in self._others:
+                raise ValueError(
+                    f"{leaf!r} is not what the loader yielded. Expected its leaves as they came; a "
+                    "constant belongs into the loss function."
+                )
+            return leaf
 
         return tuple(pytree.tree_map(checked, batch))
 
-
-class YieldedValues:
-    """Copies of a batch's tensors: not every change of one, as by NumPy, changes its version."""
-
-    def __init__(self, batch: Any) -> None:
-        self._copies = [t.detach().clone() for t in _leaves(batch) if torch.is_tensor(t)]
-
     def require_in(self, tensors: Iterable[Tensor]) -> None:
-        """Refuse tensors that are not those of this batch, moved to a device or a dtype at most."""
+        """Refuse tensors that are not those of this batch."""
         for tensor in tensors:
-            if not any(_holds(copy, tensor) for copy in self._copies):
+            if not self._has(tensor):
                 raise ValueError(
                     f"training_step got a tensor of shape {tuple(tensor.shape)} that is not one of "
                     "the loader's batch, or was changed since, as by on_after_batch_transfer or "

@@ -16,7 +16,7 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import Terms
 from dualdp_torch.per_sample.recorder import Recorder
-from dualdp_torch.training.compiled_step import YieldedValues
+from dualdp_torch.training.compiled_step import YieldedBatch
 from dualdp_torch.training.loader import Draw
 
 _log = logging.getLogger("dualdp")
@@ -76,7 +76,7 @@ class StepChecks:
         elif due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
         if self._recorder.computes_loss:  # what its loop hands over is what the loader yielded
-            self._recorder.require_inputs = YieldedValues(batch).require_in
+            self._recorder.require_inputs = YieldedBatch(batch).require_in
         self._begin_twins(draw, batch)
 
     def end(self) -> None:

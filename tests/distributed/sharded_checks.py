@@ -214,7 +214,13 @@ def one_whole_gradient_is_alive_at_a_time(patch):
     assert _alive("per_layer") == 1
     sums = Captured.sums
     with patch.context() as planted:
-        planted.setattr(Captured, "sums", lambda *given: iter(list(sums(*given))))
+        planted.setattr(
+            Captured,
+            "sums",
+            lambda self, factors, rows, reduce: {
+                name: reduce(name, total) for name, total in sums(self, factors, rows).items()
+            },
+        )
         assert _alive("flat") == 3
 
 
@@ -365,6 +371,8 @@ def what_cannot_be_done_is_refused():
         fully_shard(model, ignored_params={model.get_parameter(n) for n in ignored}, **options)
         with refused(TypeError, match):
             models.begin(model, data, models.plan())
+    with refused(TypeError, "make_private takes sharded ones"):
+        dpt.per_sample_norms(lambda m, x: m(x).sum(1), models.shard(models.mlp()), data[0][:3])
     for model, match in (
         (Escaping(), "fully_shard"),
         (Checkpointed(), "checkpoints activations"),

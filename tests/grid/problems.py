@@ -22,7 +22,7 @@ from torch import nn
 import dualdp_jax as dpj
 import dualdp_torch as dpt
 from dualdp_jax.rules.base import forced
-from dualdp_torch.rules import choices
+from dualdp_torch.rules import base
 from tests import reference
 from tests.backends import _jax
 from tests.cases import layers
@@ -46,7 +46,7 @@ FORMS = {
     ("torch", "linear"): (USUAL, "gram", "keep", "discard"),
     ("jax", "convolution"): (USUAL, "gram", "patches", "offsets"),
     ("jax", "linear"): (USUAL, "lengths", "gram", "gradients"),
-    ("jax", "table"): (USUAL, "table", "sort"),
+    ("jax", "table"): (USUAL,),
     ("jax", "several uses"): (USUAL, "pairs", "formed"),
 }
 
@@ -148,12 +148,12 @@ def of_tensors(found: dict[str, torch.Tensor]) -> Grads:
 
 @contextlib.contextmanager
 def torch_form(form: str) -> Iterator[None]:
-    """Take a form wherever a layer has it; `choices.forced` refuses the layers that have it not."""
+    """Take a form wherever a layer has it; `base.FORCED` refuses the layers that have it not."""
 
     def choose(operation: str, usual: str, methods: Any, sizes: Any) -> str:
         return form if form in methods else usual
 
-    with mock.patch.object(choices, "choose", choose):
+    with mock.patch.object(base, "choose", choose):
         yield
 
 

@@ -38,7 +38,7 @@ from dualdp.exactness import ExactnessError
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, factors_for
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.clip import group_of
-from dualdp_torch.per_sample.gradients import Gradients
+from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.modes import Operations
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import (
@@ -109,7 +109,7 @@ class Numbers:
     lengths: Grads = field(default_factory=dict)
     runs_examples: bool = False
     is_definition: bool = False
-    gradients: Gradients | None = None
+    gradients: Captured | None = None
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return clipping group -> its parameters."""

@@ -2,6 +2,7 @@
 """The three public calls: what they accept, hand on, and refuse by one sentence."""
 
 from collections import namedtuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 import dualdp_torch.per_sample.api
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import choices
+from dualdp_torch.rules import base
 from dualdp_torch.rules.base import Rule
 from tests import reference
 from tests.closeness import assert_grads_close
@@ -288,7 +289,7 @@ def test_gradients_that_a_linear_layer_keeps_count_as_memory(way, fit):
         return loss_fn(model, x)
 
     wide = randomise(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
-    with choices.forced(linear=way):
+    with mock.patch.dict(base.FORCED, linear=way):
         dpt.clipped_grad_sum(
             loss, wide, data(8, 2, 64), max_grad_norm=1.0, max_memory=80_000, check="off"
         )

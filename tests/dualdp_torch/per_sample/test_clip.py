@@ -6,6 +6,7 @@ without a mask.
 """
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.recorder import RECORDED
-from dualdp_torch.rules import choices
-from dualdp_torch.rules.together import NormTable, Product
+from dualdp_torch.rules import base
+from dualdp_torch.rules.together import Product, table_of
 from tests.dualdp_torch.checks import data
 
 N = 8
@@ -65,7 +65,7 @@ def test_positions_that_cancel_beside_a_layer_with_a_large_gradient(clipping, bo
         return model(x, inputs, grads_out, 1e4)
 
     for distance in (1e-3, 1e-5, 1e-7):
-        with choices.forced(linear=way):
+        with mock.patch.dict(base.FORCED, linear=way):
             found = contributions(
                 loss, Layer(), *cancelling(distance), max_grad_norm=bound, clipping=clipping
             )
@@ -82,11 +82,11 @@ def recorded(method, distance):
 
 
 @pytest.mark.parametrize("way", ["gram", "keep", "discard"])
-@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("distance", [1e-4, 1e-6])
 def test_questions_to_a_record_may_be_repeated(distance, method, way):
     """What was formed for one answer is in no later one; norms are those of the bound asked for."""
-    with choices.forced(linear=way):
+    with mock.patch.dict(base.FORCED, linear=way):
         record = recorded(method, distance)
         for bound in (100.0, 1e-6, 100.0, 1e-6):
             record.norms()
@@ -120,7 +120,7 @@ def test_an_example_whose_norm_is_computed_again_changes_no_other(scale, clippin
     moved = inputs.clone()
     moved[3] = moved[3] if scale else 1 + 1e-6 * moved[3]
     options = {"max_grad_norm": 1.0, "clipping": clipping, "mask": others, "check": "off"}
-    with choices.forced(linear="gram"):
+    with mock.patch.dict(base.FORCED, linear="gram"):
         first = dpt.clipped_grad_sum(loss, model, x, inputs, grads_out, **options)
         second = dpt.clipped_grad_sum(loss, model, x, moved, changed, **options)
     assert torch.equal(first.norms, second.norms)
@@ -241,11 +241,8 @@ def test_norms_of_moderate_lengths_are_finite_and_exact(dtype, scale):
         product = Product(data(4, 3).to(dtype), data(4, 2).to(dtype))
         product.acts[2] *= acts
         product.grads_out[2] *= grads
-        table = NormTable(4, scale)
-        table.add("weight", product)
-        assert table.shares("bias", product.grads_out)
-        table.add_length("kept", torch.tensor([1.0, kept, 1.0, 1.0], dtype=dtype))
-        found = table.finish()
+        known = {"kept": torch.tensor([1.0, kept, 1.0, 1.0], dtype=dtype)}
+        found = table_of({"weight": product}, known, {"bias": "weight"}, n=4, scale=scale)
         for tolerated in (1e-14, 1e-4, 1.0):
             if found.are_moderate(tolerated):
                 assert (found.errors().sum(0) <= tolerated).all()

@@ -396,30 +396,14 @@ def test_calls_inside_compiled_code_run_eagerly(name):
     torch.testing.assert_close(found, calls[name](*words()), rtol=0, atol=0)
 
 
-# In a loop of one's own.
-
-
-# The models of the speed table, in a small size.
-
-SMALL = {
-    "mlp": {"width": 32},
-    "gpt": {"layers": 1, "width": 16, "length": 8, "vocabulary": 20, "heads": 2},
-    "resnet18_gn": {"image": 32},
-    "vit_tiny": {"image": 32, "layers": 1},
-}
-
-
-def assert_row_is_compiled(name, backend):
-    setting = Setting(workloads.create(name, **SMALL.get(name, {})), N)
-    problem = Problem(setting)
-    x, y = load(setting, *setting.workload.batch(N))
-    step = compiled(problem.model, problem.losses, backend)
-    assert_same(step, problem.model, x, y, loss_fn=problem.losses, max_grad_norm=1.0)
-    assert bool(step.reasons) == (name == "lstm")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
 @pytest.mark.parametrize("name", ["mnist", "embed"])
 def test_inductor(name):
-    assert_row_is_compiled(name, "inductor")
+    """Models of the speed table."""
+    setting = Setting(workloads.create(name), N)
+    problem = Problem(setting)
+    x, y = load(setting, *setting.workload.batch(N))
+    step = compiled(problem.model, problem.losses, "inductor")
+    assert_same(step, problem.model, x, y, loss_fn=problem.losses, max_grad_norm=1.0)
+    assert not step.reasons

@@ -131,7 +131,6 @@ def of_rule(function, slot, factor):
 def gram(fault):
     """The norm of a linear layer, in the form that needs no gradient."""
     fault.norms(F.linear, "weight", 0.25)
-    fault.patch.setattr(gradients.Captured, "_keeps", lambda self, parts: False)
 
 
 def index_of_words(fault):
@@ -173,9 +172,9 @@ def whole_norm(fault):
 def sums(fault):
     right = gradients.Captured.sums
 
-    def wrong(self, factors, rows):
-        for name, total in right(self, factors, rows):
-            yield name, total * 1.3 if fault.is_on and name == "head.weight" else total
+    def wrong(self, factors, rows, reduce=None):
+        found = right(self, factors, rows, reduce)
+        return found | ({"head.weight": found["head.weight"] * 1.3} if fault.is_on else {})
 
     fault.patch.setattr(gradients.Captured, "sums", wrong)
 
@@ -199,7 +198,7 @@ def dropped_part(fault):
         return total * 0 if fault.is_on and self.slot == "bias" else total
 
     fault.patch.setattr(use_gradients.Part, "sum", wrong)
-    fault.patch.setattr(gradients.Captured, "_keeps", lambda self, parts: False)
+    fault.patch.setattr(gradients.Captured, "_norms_alone", lambda self, parts: (None, False))
 
 
 def second_pass(fault):

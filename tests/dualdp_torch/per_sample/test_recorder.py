@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
-from dualdp.plan.clipping import clip_factors
-from dualdp_torch.per_sample.recorder import RECORDED
+from dualdp.plan.clipping import factors_for
+from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.rules import RULES
 from tests import reference
 from tests.dualdp_torch.checks import data, ids, randomise
@@ -35,7 +35,7 @@ def truth(model, x, y, method="loop"):
     )
 
 
-@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("n", [1, 2, N])
 def test_records_what_the_functional_form_gives(method, reduction, n):
@@ -54,7 +54,7 @@ def test_records_what_the_functional_form_gives(method, reduction, n):
     parts = record.norms(per_parameter=True)
     torch.testing.assert_close(parts["2.bias"], expected["2.bias"].norm(dim=1))
     bound = float(norms.median())
-    factors = clip_factors(norms, bound, xp=torch)
+    factors = factors_for("flat", norms, bound, xp=torch)
     for name, total in record.clipped_sum(max_grad_norm=bound).items():
         torch.testing.assert_close(total, torch.tensordot(factors, expected[name], 1))
     assert torch.equal(model[0].weight.grad, torch.ones(5, 6))
@@ -72,7 +72,7 @@ class Sum(nn.Module):
         return self.norm(self.a(x) + self.b(x))
 
 
-@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_what_a_record_hands_out_is_the_callers_own(method, reduction, asked_before):
@@ -159,7 +159,7 @@ def test_a_second_backward_or_forward_is_refused():
             model(x[:3])
 
 
-@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_parameter_outside_the_forward_is_refused(method):
     model, x, y = classify()
     with dpt.record_per_sample(model, loss_reduction="mean", method=method):
@@ -321,7 +321,7 @@ def test_outputs_without_the_batch_in_front_are_refused():
         model(data(N, 4, 6))
 
 
-@pytest.mark.parametrize("method", [m for m in RECORDED if m != "vmap"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "vmap"])
 def test_dropout_is_that_of_the_forward(method):
     model, x, y = classify()
     model = nn.Sequential(nn.Dropout(0.5), model)
@@ -441,7 +441,7 @@ def test_a_first_batch_of_one_example_is_compared(monkeypatch):
         return 1.5 * rule.grads["weight"](acts, grads_out, **options)
 
     grads = {**rule.grads, "weight": wrong}
-    changed = dataclasses.replace(rule, grads=grads, sq_norms={}, sums={}, keeps=None)
+    changed = dataclasses.replace(rule, grads=grads, sq_norms={}, sums={})
     monkeypatch.setitem(RULES, F.linear, changed)
     model, x, y = randomise(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))), data(1, 6), ids(3, 1)
     record = dpt.record_per_sample(model, loss_reduction="mean", method="book_keeping")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a first call finds out and later calls use: memory, proofs, and where parameters lie."""
+"""What a first call finds out and later calls use: memory and proofs."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -7,11 +9,10 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp_torch.per_sample import call
-from dualdp_torch.rules import choices, conv_forms, linear, memory
+from dualdp_torch.rules import base, conv_forms
 from tests import reference
 from tests.dualdp_torch.checks import data, randomise
 
-N = 4
 loss_fn = reference.loss_fn
 
 
@@ -51,7 +52,7 @@ def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
     """The batch is there already; its gradients are formed for their norms, a few at a time."""
     layer, shape, numbers = LAYERS[name]
     model, x, formed = randomise(nn.Sequential(layer, nn.Tanh())), data(9, *shape), []
-    module, function = (linear, "products") if name == "positions" else (conv_forms, "by_folding")
+    module, function = (torch, "bmm") if name == "positions" else (conv_forms, "by_folding")
     original = getattr(module, function)
 
     def watch(*args, **options):
@@ -68,12 +69,12 @@ def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
             loss_fn(model, x).sum().backward()
         return record.clipped_sum(max_grad_norm=0.5)
 
-    with choices.forced(convolution="folded"):
+    with mock.patch.dict(base.FORCED, convolution="folded"):
         expected = clipped()
         assert max(formed) == 9
         formed.clear()
-        monkeypatch.setattr(memory, "SURELY_FREE", 4 * 4 * numbers)
-        monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+        monkeypatch.setattr(base, "SURELY_FREE", 4 * 4 * numbers)
+        monkeypatch.setattr(base, "free_memory", lambda device: 0)
         found = clipped()
     assert formed == [4, 4, 1]
     for name, total in found.items():
@@ -89,35 +90,3 @@ def test_free_memory_is_that_of_the_machine(monkeypatch):
 
     monkeypatch.setattr("builtins.open", missing)
     assert 2**20 < call.free_memory(cpu) < 2**50
-
-
-class Swapped(nn.Module):
-    """A layer whose parameters are other objects while it runs, as sharded wrappers have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.inner.register_forward_pre_hook(self._gather)
-        self.inner.register_forward_hook(self._scatter)
-
-    def _gather(self, module, args):
-        self.own = dict(module._parameters)
-        for name, p in self.own.items():
-            module._parameters[name] = nn.Parameter(p.detach().clone())
-
-    def _scatter(self, module, args, out):
-        module._parameters.update(self.own)
-
-    def forward(self, x):
-        return self.inner(x).tanh()
-
-
-def test_parameters_are_known_by_their_place():
-    swapped, x = nn.Sequential(Swapped(), nn.Linear(6, 2)), data(N, 6)
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-    for mine, theirs in zip(plain.parameters(), swapped.parameters(), strict=True):
-        mine.data.copy_(theirs)
-    expected = dpt.per_sample_norms(loss_fn, plain, x, method="loop")
-    for method in ("auto", "book_keeping", "materialize"):
-        found = dpt.per_sample_norms(loss_fn, swapped, x, method=method)
-        torch.testing.assert_close(found, expected)

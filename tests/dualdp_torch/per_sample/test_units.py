@@ -11,13 +11,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from tests import reference
-from tests.cases import layers
 from tests.closeness import assert_grads_close, assert_sum_close, factors_of, whole_norms
 from tests.dualdp_torch.checks import METHODS, Ways, data, ids, randomise
 
 loss_fn = reference.loss_fn
-#: Every layer of the grid, without the variants of sizes, seeds and frozen parameters.
-CASES = tuple(case for case in layers.ALL if "[" not in case.name)
 
 
 def weights_of(units, k):
@@ -65,12 +62,6 @@ def held_to_plain_autograd(model, k, weights, *batch, methods=METHODS, loss_fn=l
         sums = {name: g.numpy() for name, g in found.grads.items()}
         assert_sum_close(sums, clipped, truth, "float64")
         np.testing.assert_allclose(found.norms, whole, rtol=1e-10)
-
-
-def case_of(case, k, units=3):
-    """Model and inputs of a case of the grid, in float64."""
-    case = case.but(n=units * k, dtype="float64")
-    return reference.model_of(case), reference.batch_of(case)
 
 
 class Packed(nn.Module):

@@ -246,10 +246,6 @@ def test_a_count_that_is_no_buffer_counts_the_loops_forwards():
     assert model.calls == steps
 
 
-def returning(value):
-    return Model(lambda self, x: (self.layer(x), value(x)), layer=linear())
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

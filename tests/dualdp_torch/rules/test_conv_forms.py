@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.rules import conv_forms
+from dualdp_torch.rules import conv, conv_forms
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -82,26 +82,6 @@ def test_recurrent_layers(kind, n, steps, width, hidden, bias, both, layers):
     assert_exact(randomise(Outputs()), data(n, steps, width), methods=FAST)
 
 
-def loss_fn(model, x):
-    """Under autocast, as users write it."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(x)
-    return out.float().square().sum(1)
-
-
-def test_autocast_is_right_to_its_precision():
-    model = randomise(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)))
-    x = data(5, 6)
-    exact = dpt.per_sample_norms(lambda m, x: m(x).square().sum(1), model, x, method="loop")
-    for method in dpt.METHODS:
-        norms = dpt.per_sample_norms(loss_fn, model, x, method=method)
-        assert norms.dtype == torch.float32
-        torch.testing.assert_close(norms, exact, rtol=3e-2, atol=0)
-        found = dpt.clipped_grad_sum(loss_fn, model, x[:1], max_grad_norm=0.1, method=method)
-        size = sum(g.double().square().sum() for g in found.grads.values()).sqrt()
-        assert float(size) <= 0.1 * (1 + 1e-2 if method == "two_pass" else 1 + 1e-4)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("how", ["whole", "part", "traced"])
 def test_scripted_models_are_right(how):
@@ -144,3 +124,37 @@ def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
         with mock.patch.object(conv_forms, "WIDE", wide):
             found = FORMS[name](*frames, shape=layer.weight.shape, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2)),
+        nn.Conv2d(3, 4, 4, padding="same"),
+        nn.Conv2d(8, 6, 2, groups=2),
+        nn.Conv1d(3, 5, 3, stride=2, padding=1),
+        nn.Conv1d(6, 5, 1),
+    ],
+    ids=str,
+)
+def test_convolutions_whose_sum_is_one_product(monkeypatch, layer, few):
+    monkeypatch.setattr(conv, "FEW", few)
+    shape = (3, layer.in_channels, 4, 4)[: len(layer.weight.shape)]
+    summed = []
+    patches = conv.patches
+    monkeypatch.setattr(conv, "patches", lambda *x, **o: (summed.append(x), patches(*x, **o))[1])
+    assert_exact(randomise(nn.Sequential(layer, nn.Tanh())), data(*shape), methods=FAST)
+    assert bool(summed) == bool(few and layer.groups == 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
+    acts, grads_out, shape = data(n, 2, 5, 5), data(n, 4, 3, 3, seed=2), torch.Size((4, 2, 3, 3))
+    whole = conv_forms.by_folding(acts, grads_out, shape=shape)
+    monkeypatch.setattr(conv_forms, "_at_once", lambda *_: 2)
+    chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
+    assert whole.shape == (n, *shape)
+    torch.testing.assert_close(whole, chunks)
+    both = conv_forms.by_folding(acts, grads_out, shape=shape, has_bias=True)
+    torch.testing.assert_close(both, (whole, grads_out.sum((2, 3))))

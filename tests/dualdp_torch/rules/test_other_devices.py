@@ -2,13 +2,14 @@
 """What is computed in fewer calls on devices other than the host, on the host."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.rules import base, choices, conv, conv_forms, embedding, rnn
+from dualdp_torch.rules import base, conv, conv_forms, embedding, rnn
 from tests import reference
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
@@ -69,7 +70,7 @@ def test_layers(case, form):
         if form is None:
             assert_exact(model, data(n, *shape), methods=FAST)
         else:
-            with choices.forced(linear=form, convolution=form):
+            with mock.patch.dict(base.FORCED, linear=form, convolution=form):
                 assert_exact(model, data(n, *shape), methods=FAST)
 
 
@@ -91,8 +92,8 @@ def test_convolutions_with_many_numbers(monkeypatch, case, at_once):
     monkeypatch.setattr(conv, "FORMED", 0)
     monkeypatch.setattr(conv_forms, "UNFOLDED_ELSEWHERE", at_once)
     layer, shape, expected = MANY[case]
-    taken, choose = set(), choices.choose
-    monkeypatch.setattr(choices, "choose", lambda *a: (taken.add(a[:2]), choose(*a))[1])
+    taken, choose = set(), base.choose
+    monkeypatch.setattr(base, "choose", lambda *a: (taken.add(a[:2]), choose(*a))[1])
     model = randomise(nn.Sequential(layer, nn.Tanh()))
     for n in (1, 3):
         assert_exact(model, data(n, *shape), methods=FAST)

@@ -141,8 +141,8 @@ class Doubled(compiled_sums.Program):
 
     calls = 0
 
-    def _run(self, request, inputs):
-        found = super()._run(request, inputs)
+    def __call__(self, request, inputs):
+        found = super().__call__(request, inputs)
         Doubled.calls += 1
         if Doubled.calls > 2:
             found[0] = found[0] * 2

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
+from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks import identity
-from dualdp_torch.per_sample.recorder import RECORDED
 from tests.dualdp_torch.checks import assert_exact, data, ids, randomise
 from tests.dualdp_torch.loop import plan, start
 
@@ -67,7 +67,7 @@ def assert_released(engine, model, losses, n, among=False):
         losses(exact, rows)[row if among else 0].backward()
         grads = {name: p.grad.clone() for name, p in exact.named_parameters()}
         norm = sum(g.square().sum() for g in grads.values()).sqrt()
-        factor = clip_factors(norm[None], BOUND, xp=torch)[0]
+        factor = factors_for("flat", norm[None], BOUND, xp=torch)[0]
         norms.append(norm)
         totals = {name: totals.get(name, 0) + factor * g for name, g in grads.items()}
     stages = engine.stages()
@@ -79,7 +79,7 @@ def assert_released(engine, model, losses, n, among=False):
 
 
 @pytest.mark.parametrize("checks", [0.0, 1.0])
-@pytest.mark.parametrize("mode", RECORDED)
+@pytest.mark.parametrize("mode", METHODS)
 def test_the_dcgan_tutorial(mode, checks):
     torch.manual_seed(0)
     netG, netD = Generator(), randomise(Discriminator())
@@ -211,7 +211,7 @@ def test_losses_of_two_forwards_without_a_rule(mode):
         assert_released(engine, before, losses, len(batch[0]))
 
 
-@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("separately", [False, True])
 def test_a_record_of_two_forwards(method, separately):
     model, x, other, y = classifier(), data(5, 6), data(5, 6, seed=4), ids(3, 5)
@@ -241,7 +241,7 @@ class Placed(nn.Module):
         return self.head(torch.tanh(self.words(words) + self.places(places))).mean(1)
 
 
-@pytest.mark.parametrize("mode", RECORDED)
+@pytest.mark.parametrize("mode", METHODS)
 @pytest.mark.parametrize("shared", ["both", "first", "second", "even steps", "odd steps"])
 def test_positions_that_only_some_forwards_share(shared, mode):
     items = TensorDataset(ids(7, 30, 5), ids(7, 30, 5, seed=2), ids(5, 30, 5, seed=3))

@@ -244,11 +244,11 @@ def test_a_fault_in_the_sum_alone_is_found(monkeypatch):
     """Norms and single contributions are right; the product over the batch leaves out one row."""
     real = gradients.Captured.sums
 
-    def sums(self, factors, rows):
+    def sums(self, factors, rows, reduce=None):
         if rows is None:
             left_out = torch.arange(8) == 3
             factors = {name: f.masked_fill(left_out, 0) for name, f in factors.items()}
-        return real(self, factors, rows)
+        return real(self, factors, rows, reduce)
 
     monkeypatch.setattr(gradients.Captured, "sums", sums)
     with pytest.raises(ExactnessError, match="clipped_grad_sum .* differs from plain"):
