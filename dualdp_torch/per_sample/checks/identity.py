@@ -510,19 +510,13 @@ class _Comparison:
 
     def _refuse_outputs(self, index: Tensor, row: int) -> None:
         """Refuse outputs that moved with the other rows, unless by rounding or by the draws."""
-        reference = self.reference
-
-        def apart(reference: Reference) -> float:
-            return relative_gap(
-                reference.run().outputs, reference.with_rows(index).run().outputs, row
-            )
-
-        if not self._tolerates(
-            relative_gap(self._base.outputs, reference.run().outputs, row) / _CLOSER
-        ):
+        again = relative_gap(self._base.outputs, self.reference.run().outputs, row)
+        if not self._tolerates(again / _CLOSER):
             self.note(IMPOSSIBLE)  # the same rows give other outputs
         elif not self._has_drawn or self._draws_alike(index):
-            self._refuse_apart(apart)
+            self._refuse_apart(
+                lambda of: relative_gap(of.run().outputs, of.with_rows(index).run().outputs, row)
+            )
 
     def _refuse_apart(self, apart: Callable[[Reference], float]) -> None:
         """Refuse outputs of a row that depend on other rows, also in float64."""
