@@ -58,10 +58,10 @@ def run(text, seed, *options):
 
 def row(name, text):
     """Return one line of the table, and print it."""
-    cells = [f"[{name}](../examples/{name}.py)", "{} / {}".format(*changed(text))]
+    cells = [f"[{name}](../examples/{name}.py)", "{}/{}".format(*changed(text))]
     for program in (for_opacus(text), text):
         accuracy, epsilon = run(program, seed=0)
-        cells.append(f"{100 * accuracy:.1f} %, {epsilon:.2f}")
+        cells.append(f"{100 * accuracy:.1f}%, {epsilon:.2f}")
     line = f"| {' | '.join(cells)} |\n"
     print(line, end="", flush=True)
     return line
@@ -69,7 +69,7 @@ def row(name, text):
 
 def main():
     """Write the table."""
-    titles = ("example", "lines, new / old", f"Opacus {version('opacus')}", "dualdp")
+    titles = ("example", "lines, new/old", f"Opacus {version('opacus')}", "dualdp")
     head = f"| {' | '.join(titles)} |\n|---|---|---|---|\n"
     table = head + "".join(row(name, text) for name, text in examples())
     PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from benchmarks.results import Results, Row
-from benchmarks.systems import NON_PRIVATE, OURS
+from benchmarks.systems import NON_PRIVATE, OURS, STACKS
 
 _MARKERS = re.compile(r"(<!-- speed -->\n).*?(<!-- /speed -->)", re.DOTALL)
 
@@ -99,24 +99,27 @@ def _cells(row: Row) -> list[str]:
 
 
 def speed_table(files: list[Results]) -> str:
-    """Return one table of both stacks: our sum, whole step and memory, and the best peer."""
-    lines = []
-    for results in files:
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in results.rows:
-            groups.setdefault((row.stack, point(row)), []).append(row)
-        for (stack, name), rows in groups.items():
+    """Return one table, a line a workload: our sum and whole step, and the best peer's sum."""
+    measured = [row for results in files for row in results.rows if row.sum]
+    header, lines = ["examples per step"], []
+    for stack in STACKS:
+        header += [f"{stack}: clipped sum", "best peer's", "whole step"]
+    for name in dict.fromkeys(row.workload for row in measured):
+        of_stack = [[r for r in measured if (r.stack, r.workload) == (s, name)] for s in STACKS]
+        batches = dict.fromkeys(str(row.batch) for rows in of_stack for row in rows)
+        cells = [f"{name}, {' and '.join(batches)}"]
+        for rows in of_stack:
             ours = next((row for row in rows if row.system == OURS), None)
-            peers = [row for row in rows if row.system not in (OURS, NON_PRIVATE) and row.sum]
-            if ours is None or ours.sum is None:
-                continue
+            peers = [row for row in rows if row.system not in (OURS, NON_PRIVATE)]
             best = min(peers, key=lambda row: row.sum or 0.0, default=None)
-            next_best = f"{best.sum:.2f} ({best.system})" if best else ""
-            cells = [f"{stack}: {name}", time_text(ours.seconds), f"{ours.sum:.2f}", next_best]
-            lines.append([*cells, f"{ours.step or 0:.2f}", _memory(ours)])
-    header = ["", "non-private", "clipped sum", "next best", "whole step", "peak memory"]
-    notes = "\n\n".join(circumstances(results) for results in files)
-    return f"{_table(header, lines)}\n{notes}\n"
+            cells += [
+                f"{ours.sum:.2f}" if ours else "",
+                f"{best.sum:.2f} ({best.system})" if best else "",
+                f"{ours.step:.2f}" if ours and ours.step else "",
+            ]
+        lines.append(cells)
+    where = dict.fromkeys(f"{r.device}, {r.threads} threads, {r.date}, {r.commit}" for r in files)
+    return f"{_table(header, lines)}\n{'; '.join(where)}.\n"
 
 
 def update(page: Path, files: list[Results]) -> None:

@@ -22,4 +22,3 @@ from dualdp.accountants.solve import get_sample_rate as get_sample_rate
 from dualdp.exactness import ExactnessError as ExactnessError
 from dualdp.ledger.ledger import Ledger as Ledger
 from dualdp.plan.plan import PrivacyPlan as PrivacyPlan
-from dualdp.porting import layouts as layouts

@@ -118,7 +118,7 @@ def takes(name: str, function: Any, form: str, *args: object, **kwargs: object) 
 def real(name: str, value: object) -> float:
     """Return a real number, finite or infinite; raise on nan, bool and str."""
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"  # NumPy's too
-    if is_bool or isinstance(value, str | bytes) or value is None:
+    if is_bool or isinstance(value, str | bytes):
         raise TypeError(f"{_with_kind(name, value)}. Expected a number.")
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -147,11 +147,11 @@ def non_negative(name: str, value: object) -> float:
     return number
 
 
-def probability(name: str, value: object, *, hint: str = "") -> float:
+def probability(name: str, value: object) -> float:
     """Return a number in [0, 1]."""
     number = real(name, value)
     if not 0 <= number <= 1:
-        fix = f"; {hint}" if hint else ""
+        fix = "; use expected_batch_size / num_examples" if name == "sample_rate" else ""
         raise ValueError(
             f"{name}={value!r} is not a probability. Expected a number in [0, 1]{fix}."
         )
@@ -166,19 +166,11 @@ def open_probability(name: str, value: object) -> float:
     return number
 
 
-def sample_rate(value: object) -> float:
-    """Return the probability with which one example joins a logical batch."""
-    return probability("sample_rate", value, hint="use expected_batch_size / num_examples")
-
-
 def integer(name: str, value: object, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
     """Return an integer >= minimum; NumPy integers and integral floats such as 1e4 are accepted."""
-    if isinstance(value, bool | str | bytes) or value is None:
-        raise TypeError(f"{_with_kind(name, value)}. Expected an integer.")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(None if isinstance(value, bool) else whole)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(f"{_with_kind(name, value)}. Expected an integer.") from error
     if number < minimum:

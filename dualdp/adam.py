@@ -86,9 +86,9 @@ def check_settings(*, b1: float, b2: float, floor: float, eps: float, weight_dec
     for name, decay in (("b1", b1), ("b2", b2)):
         if _validate.probability(name, decay) == 1:
             raise ValueError(f"{name}=1 would never change. Expected a number in [0, 1).")
-    others = {"floor": floor, "eps": eps, "weight_decay": weight_decay}
-    checked = {name: _validate.non_negative(name, value) for name, value in others.items()}
-    if checked["floor"] == checked["eps"] == 0:
+    for name, value in (("floor", floor), ("eps", eps), ("weight_decay", weight_decay)):
+        _validate.non_negative(name, value)
+    if floor == eps == 0:
         raise ValueError(
             "floor=0 and eps=0 would divide by zero where the noise is larger than the squares. "
             f"Expected one above 0, such as floor={DEFAULTS['floor']}."

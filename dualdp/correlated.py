@@ -10,4 +10,4 @@ from dualdp.plan.correlated.strategies import identity as identity
 from dualdp.plan.correlated.strategies import lambda_cgd as lambda_cgd
 from dualdp.plan.correlated.strategies import square_root as square_root
 from dualdp.plan.correlated.strategies import window as window
-from dualdp.plan.correlated.workloads import workload as workload
+from dualdp.plan.correlated.strategies import workload as workload

@@ -17,7 +17,6 @@ import numpy as np
 
 from dualdp import _validate
 from dualdp.randomness.bits import SegmentBits
-from dualdp.randomness.threefry import bits as words
 
 #: Values of `check=` of the functional calls.
 CHECKS = ("first", "always", "off")
@@ -99,17 +98,11 @@ def check_at(
         return None
     period = max(1, round(1 / rate))
     block = step // period
-    position, *fractions = _uniform(bits.key("check", block).tobytes())
+    words = np.frombuffer(bits.bits("check", block), "<u8") >> np.uint64(11)  # 53 bits each
+    position, *fractions = (words[:5] * 2.0**-53).tolist()
     if step % period != int(position * period) and not is_first:
         return None
     return SpotCheck(step, tuple(fractions))
-
-
-@functools.lru_cache(maxsize=16)  # the steps of one block use the same key
-def _uniform(key: bytes) -> tuple[float, ...]:
-    """Five uniform numbers in [0, 1), from the key of a block."""
-    drawn = words(np.frombuffer(key, np.uint32), 5, width=64)
-    return tuple([float(word) for word in (drawn >> np.uint64(11)) * 2.0**-53])
 
 
 def power_of_ten(error: float) -> str:

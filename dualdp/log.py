@@ -107,7 +107,7 @@ class RunLog:
             if unprotected:
                 self.ledger.note(unprotected=unprotected)
             csv.writer(self._file).writerow(row)
-        csv.DictWriter(self._file, list(row)).writerow(row)
+        csv.writer(self._file).writerow([row[name] for name in (*OWN, *self._columns)])
         self._file.flush()
         return row
 

@@ -35,13 +35,10 @@ def _masses(name: str, value: Iterable[object]) -> tuple[float, ...]:
 _COUNTS = ("num_examples", "max_batch_size", "num_bins", "num_batches", "epochs_per_assignment")
 #: Check of each field; a name has one meaning in all mechanisms.
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "sample_rate": functools.partial(
-        _validate.probability, hint="use expected_batch_size / num_examples"
-    ),
     "num_buckets": functools.partial(_validate.integer, minimum=2),
     **dict.fromkeys(_COUNTS, functools.partial(_validate.integer, minimum=1)),
     **dict.fromkeys(("noise_multiplier", "epsilon"), _validate.non_negative),
-    **dict.fromkeys(("noise_parameter", "delta"), _validate.probability),
+    **dict.fromkeys(("sample_rate", "noise_parameter", "delta"), _validate.probability),
     **dict.fromkeys(("p", "q"), _masses),
 }
 
@@ -280,7 +277,7 @@ def event(
         return TruncatedPoissonSubsampledGaussian(
             noise_multiplier, sample_rate, num_examples, max_batch_size
         )
-    rate = _validate.sample_rate(sample_rate)
+    rate = _validate.probability("sample_rate", sample_rate)
     bins = round(1 / rate) if rate else 0
     if name == "balls_in_bins" and bins and abs(bins * rate - 1) <= 1e-9:
         return BallsInBinsGaussian(noise_multiplier, bins, epochs_per_assignment)
@@ -323,11 +320,10 @@ def from_dict(record: Mapping[str, Any]) -> Mechanism:
         raise ValueError(f"record={record!r} is no event. Expected what to_dict wrote.")
     fields = dict(record)
     name = _validate.choice("mechanism", fields.pop("mechanism", None), TYPES)
-    known = dataclasses.fields(TYPES[name])
-    needed = {field.name for field in known if field.default is dataclasses.MISSING}
-    if not needed <= set(fields) <= {field.name for field in known}:
+    known = list(TYPES[name].__dataclass_fields__)
+    if sorted(fields) != sorted(known):
         raise ValueError(
-            f"A stored {name} has the fields {sorted(fields)}. Expected "
-            f"{[field.name for field in known]}; it was written by another version."
+            f"A stored {name} has the fields {sorted(fields)}. Expected {known}; it was written by "
+            "another version."
         )
     return TYPES[name](**fields)

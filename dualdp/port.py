@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of models, optimizers and checkpoints between PyTorch and JAX, through NumPy."""
+"""Conversion of models and checkpoints between PyTorch and JAX, through NumPy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import importlib
 import os
 from typing import Any
 
-import numpy as np
-
 from dualdp import _validate
 from dualdp import checkpoint as files
-from dualdp.porting import matching, optimizer_state, parameter_map
+from dualdp.porting import matching, parameter_map
 from dualdp.porting.parameter_map import ParameterMap
 
 Mapped = matching.Mapped
@@ -44,8 +42,8 @@ def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[Param
         ValueError: a parameter without partner, or partners whose shapes do not agree.
     """
     dpj, dpt = _backends()
-    described, leaves = dpt.weights.description(model), dpj.weights.leaves(params)
-    return matching.Matcher(**described, jax_leaves=leaves, mapping=mapping).parameter_maps()
+    described, shapes = dpt.weights.description(model), dpj.weights.leaves(params)
+    return matching.Matcher(**described, jax_shapes=shapes, mapping=mapping).parameter_maps()
 
 
 def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
@@ -84,112 +82,9 @@ def to_torch(params: Any, like: Any, mapping: Mapped | None = None) -> dict[str,
         ValueError: see `match`.
     """
     dpj, dpt = _backends()
-    arrays = parameter_map.to_torch(match(like, params, mapping), dpj.weights.to_named(params))
+    arrays = parameter_map.to_torch(match(like, params, mapping), dpj.weights.to_numpy(params))
     state_dict: dict[str, Any] = dpt.weights.state_dict(like, arrays)
     return state_dict
-
-
-def to_optax(optimizer: Any) -> Any:
-    """Return the optax transformation with the settings, not the state, of a torch optimizer.
-
-    Args:
-        optimizer: SGD, Adam or AdamW of torch.optim, or AdamBC, with one parameter group.
-
-    Raises:
-        ValueError: another optimizer, several groups, or settings that optax does not have.
-    """
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer is {_validate.kind(optimizer)}. Expected an optimizer of torch.optim."
-        )
-    groups = optimizer.param_groups
-    if len(groups) != 1:
-        raise ValueError(
-            f"The optimizer has {len(groups)} groups of parameters. Expected one; write "
-            "optax.multi_transform for several."
-        )
-    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    kind = optimizer_state.kind_of(path)
-    if kind == path:
-        raise ValueError(
-            f"The optimizer is {path}. Expected one of torch.optim; write another one's updates "
-            "with optax."
-        )
-    dpj, _ = _backends()
-    numbers = {k: v.item() if hasattr(v, "item") else v for k, v in groups[0].items()}
-    return dpj.weights.optimizer_state.like_torch(kind, numbers)
-
-
-def optimizer_to_jax(
-    optimizer: Any,
-    model: Any,
-    *,
-    like: Any,
-    params: Any,
-    mapping: Mapped | None = None,
-    steps: int | None = None,
-) -> Any:
-    """Return the state of a torch optimizer as the state of an optax transformation.
-
-    Args:
-        optimizer: optimizer of torch.optim.
-        model: `nn.Module` with the optimizer's parameters.
-        like: state of optax's `init`, for structure, shapes and dtypes.
-        params: parameters of the JAX model.
-        mapping: mapping for names that differ, see `match`.
-        steps: number of updates, if optax counts them and torch does not (a schedule with SGD).
-
-    Returns:
-        State like `like`.
-
-    Raises:
-        ValueError: the two optimizers do not keep the same numbers.
-    """
-    dpj, _ = _backends()
-    state = _torch_state(optimizer, model)
-    wanted = dpj.weights.optimizer_state.to_named(like)
-    arrays = optimizer_state.to_jax(
-        state,
-        match(model, params, mapping),
-        {path: np.shape(array) for path, array in wanted.items()},
-        state.steps if steps is None else steps,
-    )
-    return dpj.weights.optimizer_state.from_named(like, arrays)
-
-
-def optimizer_to_torch(
-    state: Any,
-    params: Any,
-    *,
-    optimizer: Any,
-    model: Any,
-    mapping: Mapped | None = None,
-) -> None:
-    """Load the state of an optax transformation into a torch optimizer.
-
-    Args:
-        state: optax state.
-        params: parameters of the JAX model.
-        optimizer: optimizer of torch.optim; its state is overwritten, its settings are kept.
-        model: `nn.Module` with the optimizer's parameters.
-        mapping: mapping for names that differ, see `match`.
-
-    Raises:
-        ValueError: the two optimizers do not keep the same numbers.
-    """
-    dpj, dpt = _backends()
-    arrays = optimizer_state.to_torch(
-        dpj.weights.optimizer_state.to_named(state),
-        match(model, params, mapping),
-        _torch_state(optimizer, model),
-    )
-    dpt.weights.load_optimizer(optimizer, model, arrays)
-
-
-def _torch_state(optimizer: Any, model: Any) -> optimizer_state.TorchState:
-    """State and settings of a torch optimizer, for the trained parameters."""
-    _, dpt = _backends()
-    return optimizer_state.TorchState.of(*dpt.weights.optimizer_state(optimizer, model))
 
 
 def checkpoint(

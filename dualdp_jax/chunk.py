@@ -13,14 +13,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp.ledger.own_loops import OwnLoop
+from dualdp.ledger.ledger import Ledger
 from dualdp.plan.plan import PrivacyPlan
 
 PyTree = Any
@@ -64,22 +64,27 @@ class Origin(Frame):
     def __init__(self, plan: PrivacyPlan, data: tuple[PyTree, ...]) -> None:
         super().__init__(data)
         self.plan = plan
-        self._loop: weakref.ref[OwnLoop] | None = None
+        self._loop: weakref.ref[Ledger] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loop": None}  # a pickle leads to no run
 
     @property
-    def loop(self) -> OwnLoop | None:
+    def loop(self) -> Ledger | None:
         """Loop of the user's own that records the releases; None if there is none, or it ended."""
-        return None if self._loop is None else self._loop()
+        ledger = None if self._loop is None else self._loop()
+        return None if ledger is None or ledger.unused is None else ledger
 
     @loop.setter
-    def loop(self, loop: OwnLoop) -> None:
+    def loop(self, loop: Ledger) -> None:
         self._loop = weakref.ref(loop)
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parts", "bound", "step"],  # what may be traced
+    meta_fields=["origin"],  # what is compiled in
+)
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Logical batch of a step, or one physical part of it; a pytree, with read-only arrays.
@@ -132,27 +137,12 @@ class Chunk:
         """Plan that drew it."""
         return self.origin.plan
 
-    @property
-    def loop(self) -> OwnLoop | None:
-        """Loop of the user's own that records its release; None if there is none."""
-        return self.origin.loop
-
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             "A batch of the loader can't be unpacked: it has a mask, and a bound of its own. "
             "Expected step(state, batch), or clipped_grad_sum(loss_fn, params, batch) in a loop of "
             "your own; batch.batch has the arguments of the loss."
         )
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Origin]:
-        """Return what may be traced, and what is compiled in."""
-        return (self.parts, self.bound, self.step), self.origin
-
-    @classmethod
-    def tree_unflatten(cls, origin: Origin, children: tuple[Any, ...]) -> Chunk:
-        """Inverse of `tree_flatten`."""
-        parts, bound, step = children
-        return cls(parts, bound, step, origin)
 
     def options(self, *, of_sum: bool) -> dict[str, Any]:
         """Return the keyword arguments of `clipped_grad_sum`, or another call, for this chunk."""

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
@@ -22,6 +23,10 @@ Literal = _extend.Literal
 PyTree = Any  # of arrays; jax has no type for it
 Jaxpr = _extend.Jaxpr
 Equation = _extend.JaxprEqn
+KeyPath = jax.tree_util.KeyPath
+Function = Callable[..., PyTree]
+#: () -> False inside a transformation of jax, also one without traced arguments.
+is_eager = _core.trace_state_clean
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -36,12 +41,7 @@ def is_traced(*values: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def in_trace() -> bool:
-    """True inside a transformation of jax, also one without traced arguments."""
-    return not _core.trace_state_clean()
-
-
-def is_of_this_trace(value: object) -> bool:
+def is_of_this_trace(value: PyTree) -> bool:
     """True for a traced value that does not come from outside of the innermost transformation."""
     return getattr(value, "_trace", None) is _core.trace_ctx.trace
 
@@ -69,15 +69,15 @@ def nodes_of(tree: PyTree, kind: type) -> list[Any]:
     return [node for node in nodes if isinstance(node, kind)]
 
 
-def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def variable_path(path: KeyPath) -> KeyPath:
     """Return the path of an nnx variable without the attribute that holds its array."""
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
-def leaf_paths(tree: PyTree, separator: str = ".") -> list[tuple[str, Any]]:
+def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
     """Return (path as text, leaf) of every leaf."""
     return [
-        (jax.tree_util.keystr(variable_path(path), simple=True, separator=separator), leaf)
+        (jax.tree_util.keystr(variable_path(path), simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
 
@@ -101,7 +101,7 @@ def vary(value: PyTree, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
-def varying_zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
+def varying_zeros(shape: tuple[int, ...], dtype: np.dtype, axes: frozenset[str]) -> Any:
     """Return zeros marked as varying over these axes."""
     return vary(jnp.zeros(shape, dtype), axes)
 
@@ -160,7 +160,7 @@ def bind(eqn: Equation, *values: PyTree) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def trace(function: Callable[..., Any], *shapes: PyTree) -> tuple[Any, Any]:
+def trace(function: Function, *shapes: PyTree) -> tuple[Any, Any]:
     """Return the closed jaxpr of a function, and the structure of its result."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     return closed, jax.tree.structure(result)
@@ -307,14 +307,9 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield from equations(inner)
 
 
-def jaxprs_of(eqn: Equation) -> list[Any]:
-    """Return the open jaxprs among the parameters of an equation."""
-    return list(_core.jaxprs_in_params(eqn.params))
-
-
 def primitives_of(eqn: Equation) -> set[str]:
     """Return the names of an equation's primitives, those of nested jaxprs included."""
-    inner = [e for jaxpr in jaxprs_of(eqn) for e in equations(jaxpr)]
+    inner = [e for jaxpr in _core.jaxprs_in_params(eqn.params) for e in equations(jaxpr)]
     return {e.primitive.name for e in [eqn, *inner]}
 
 
@@ -323,7 +318,7 @@ def has_own_backward(eqn: Equation) -> bool:
     return any(name.startswith("custom_vjp_call") for name in primitives_of(eqn))
 
 
-Map = Callable[[Callable[..., Any]], Callable[..., Any]]  # function of one example -> of all
+Map = Callable[[Function], Function]  # function of one example -> of all
 
 
 def mapping(convolves: Callable[[], bool], arrays: PyTree) -> Map:
@@ -337,7 +332,7 @@ def mapping(convolves: Callable[[], bool], arrays: PyTree) -> Map:
     return one_by_one if may_span_devices(arrays) and convolves() else all_at_once
 
 
-def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def all_at_once(function: Function) -> Function:
     """Map a function of one example over all by `jax.vmap`, or one by one if jax cannot."""
 
     def each(rows: PyTree) -> Any:
@@ -349,7 +344,7 @@ def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return each
 
 
-def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+def one_by_one(function: Function) -> Function:
     """Map a function of one example over all with `jax.lax.map`."""
     return lambda rows: jax.lax.map(function, rows)
 

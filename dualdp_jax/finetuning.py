@@ -45,7 +45,7 @@ def sft_loss(model: Model, batch: Batch) -> jax.Array:
         Gradients are those of plain autodiff.  [test_losses_of_flax_are_plain_autodiff]
         Losses are those of PyTorch.  [test_losses_of_both_stacks_are_equal]
     """
-    return -response_tokens(model, batch, "sft_loss").means()
+    return -responses(model, batch, "sft_loss").means
 
 
 def dpo_loss(model: Model, batch: Batch, *, beta: float = 0.1) -> jax.Array:
@@ -89,7 +89,7 @@ def simpo_loss(model: Model, batch: Batch, *, beta: float = 2.0, gamma: float = 
     Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
     """
     beta, gamma = _validate.positive("beta", beta), _validate.non_negative("gamma", gamma)
-    means = _pair(response_tokens(model, batch, "simpo_loss").means(), "simpo_loss")
+    means = _pair(responses(model, batch, "simpo_loss").means, "simpo_loss")
     return preference.simpo(*means, beta=beta, gamma=gamma, xp=jnp)
 
 
@@ -102,7 +102,7 @@ def orpo_loss(model: Model, batch: Batch, *, weight: float = 0.1) -> jax.Array:
     Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7.
     """
     weight = _validate.non_negative("weight", weight)
-    means = _pair(response_tokens(model, batch, "orpo_loss").means(), "orpo_loss")
+    means = _pair(responses(model, batch, "orpo_loss").means, "orpo_loss")
     return preference.orpo(*means, weight=weight, xp=jnp)
 
 
@@ -128,15 +128,15 @@ def reference_log_probs(model: Model, batch: Batch, *, physical_batch_size: int 
     total, found = len(batch["input_ids"]), []
     for start in range(0, total, size):
         part = {name: value[start : start + size] for name, value in batch.items()}
-        tokens = response_tokens(model, part, "reference_log_probs")
-        if not bool(tokens.counts.any(-1).all()):
+        given = responses(model, part, "reference_log_probs")
+        if not bool(given.lengths.all()):
             raise ValueError(
                 f"One of the rows from {start} on has a response of length 0: all labels that a "
                 "token predicts are -100. Leave the row out."
             )
-        found.append(tokens.sums())
-        again = found if start else [response_tokens(model, part, "reference_log_probs").sums()]
-        if not bool((again[0] == found[0]).all()):
+        found.append(given.sums)
+        again = None if start else responses(model, part, "reference_log_probs").sums
+        if again is not None and not bool((again == given.sums).all()):
             raise ValueError(
                 "The reference model gave other log-probabilities when it was asked again, as with "
                 "dropout. Call model.eval() (nnx), or give deterministic=True (linen)."
@@ -146,7 +146,7 @@ def reference_log_probs(model: Model, batch: Batch, *, physical_batch_size: int 
 
 def _log_prob_ratios(model: Model, batch: Batch, of: str) -> tuple[jax.Array, jax.Array]:
     """Return log pi(y|x) - log pi_ref(y|x) of the chosen and of the rejected response."""
-    tokens = response_tokens(model, batch, of)
+    sums = responses(model, batch, of).sums
     reference = batch.get("reference_log_probs")
     if reference is None:
         raise ValueError(
@@ -158,7 +158,7 @@ def _log_prob_ratios(model: Model, batch: Batch, of: str) -> tuple[jax.Array, ja
             f"reference_log_probs have the shape {reference.shape}. Expected "
             f"{batch['input_ids'].shape[:-1]}, a number for each row of token ids."
         )
-    return _pair(tokens.sums() - reference, of)
+    return _pair(sums - reference, of)
 
 
 def _pair(numbers: jax.Array, of: str) -> tuple[jax.Array, jax.Array]:
@@ -171,32 +171,16 @@ def _pair(numbers: jax.Array, of: str) -> tuple[jax.Array, jax.Array]:
     return numbers[..., 0], numbers[..., 1]
 
 
-class Tokens(NamedTuple):
-    """Positions of each row that predict a token."""
+class Responses(NamedTuple):
+    """Responses of the rows of a batch or example."""
 
-    log_probs: jax.Array  # (..., s) log-probability of the token, 0 where it is not of a response
-    counts: jax.Array  # (..., s) bool, True where the token is of a response
-    documents: (
-        jax.Array | None
-    )  # (..., s) int, document of the token, or None where a row is one document
-
-    def sums(self) -> jax.Array:
-        """(...) log-probability of the response."""
-        return self.log_probs.sum(-1)
-
-    def means(self) -> jax.Array:
-        """(...) mean log-probability of a token; in packed rows the mean of that of documents."""
-        counts = self.counts.astype(self.log_probs.dtype)
-        if self.documents is None:
-            return self.log_probs.sum(-1) / jnp.maximum(counts.sum(-1), 1)
-        same = self.documents[..., :, None] == self.documents[..., None, :]
-        lengths = jnp.einsum("...ts,...s->...t", same.astype(counts.dtype), counts)
-        weights = counts / jnp.maximum(lengths, 1)  # one over the length of the token's document
-        return (self.log_probs * weights).sum(-1) / jnp.maximum(weights.sum(-1), 1)
+    sums: jax.Array  # (...) log-probability of the response
+    means: jax.Array  # (...) mean of its tokens; in packed rows the mean over the documents
+    lengths: jax.Array  # (...) number of tokens
 
 
-def response_tokens(model: Model, batch: Batch, of: str) -> Tokens:
-    """Run the model on the rows of a batch or example; return its predictions of their responses.
+def responses(model: Model, batch: Batch, of: str) -> Responses:
+    """Run the model on the rows of a batch or example; return the log-probabilities of responses.
 
     `of` is the name of the loss; see `sft_loss`.
     """
@@ -219,7 +203,13 @@ def response_tokens(model: Model, batch: Batch, of: str) -> Tokens:
     wrong = logits.shape[-1]  # a label that is no token has the log-probability nan
     index = jnp.where(counts, jnp.where(labels < 0, wrong, labels), 0)[..., None]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), index, axis=-1)[..., 0]
-    return Tokens(jnp.where(counts, picked, 0), counts, documents)
+    log_probs = jnp.where(counts, picked, 0)
+    weights = counts = counts.astype(log_probs.dtype)
+    if documents is not None:
+        same = (documents[..., :, None] == documents[..., None, :]).astype(counts.dtype)
+        weights = counts / jnp.maximum(jnp.einsum("...ts,...s->...t", same, counts), 1)
+    means = (log_probs * weights).sum(-1) / jnp.maximum(weights.sum(-1), 1)
+    return Responses(log_probs.sum(-1), means, counts.sum(-1))
 
 
 def _check_batch(batch: Batch, of: str) -> None:

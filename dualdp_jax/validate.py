@@ -37,7 +37,7 @@ class Finding:
 
 @compat.promoting
 def validate(
-    loss_fn: Callable[..., Any], what: PyTree, *batch: PyTree, **options: Any
+    loss_fn: Callable[..., PyTree], what: PyTree, *batch: PyTree, **options: Any
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
@@ -51,24 +51,23 @@ def validate(
     given = Options(**options)
     try:
         call = build(loss_fn, what, batch, given)
-        parameters, constant = call.parameters, _constant_gradients(call)
+        unused = _without_gradient(call)
     except (TypeError, ValueError) as error:
         reason, _, fix = str(error).partition(". ")
         return [Finding("loss_fn", type(error).__name__, reason, fix)]
     return [
         Finding(
-            name,
-            str(leaf.dtype),
+            call.parameters.names[k],
+            str(call.parameters.trained[k].dtype),
             "it gets no gradient, so training would only add noise to it",
             "Freeze it by trainable=, take it out, or let loss_fn use it.",
         )
-        for name, leaf, is_zero in zip(parameters.names, parameters.trained, constant, strict=True)
-        if is_zero
+        for k in unused
     ]
 
 
-def _constant_gradients(call: Call) -> list[bool]:
-    """Per trained leaf: True if its gradient is zero whatever the numbers are.
+def _without_gradient(call: Call) -> list[int]:
+    """Numbers of the trained leaves whose gradient is zero whatever the numbers are.
 
     Judged on the program, not on its values: a gradient that is zero at the start depends on them
     and counts, such as that of one factor of a product whose other factor is zero.
@@ -79,16 +78,11 @@ def _constant_gradients(call: Call) -> list[bool]:
         return list(jax.grad(lambda p: call.loss(p, row)[0])(trained))
 
     closed, _ = compat.trace(grads, call.parameters.trained, shapes)
-    count = len(closed.jaxpr.outvars)
-    connected = [
-        any(compat.inputs_in_use(closed.jaxpr, [i == k for i in range(count)]))
-        for k in range(count)
-    ]
-    if all(connected):
-        return [False] * count
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    values = grads(call.parameters.trained, zeros)
-    return [
-        not free and not np.any(np.asarray(value))
-        for free, value in zip(connected, values, strict=True)
-    ]
+    numbers = range(len(closed.jaxpr.outvars))
+    used = [compat.inputs_in_use(closed.jaxpr, [i == k for i in numbers]) for k in numbers]
+    constant = [k for k in numbers if not any(used[k])]
+    if constant:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        values = grads(call.parameters.trained, zeros)
+        constant = [k for k in constant if not np.any(np.asarray(values[k]))]
+    return constant

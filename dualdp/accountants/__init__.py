@@ -6,9 +6,9 @@ from dualdp.accountants.base import create as create
 from dualdp.accountants.base import names as names
 from dualdp.accountants.base import register as register
 from dualdp.accountants.base import require_bound as require_bound
-from dualdp.accountants.closed_forms import gdp_epsilon as gdp_epsilon
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
+from dualdp.accountants.solve import gdp_epsilon as gdp_epsilon
 
 register("pld", PLDAccountant)
 register("prv", PLDAccountant)

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the accountants: a history of events, its composition, and a table by name."""
+"""What the accountants share: a history of events, the table by name, and one root finder.
+
+The root finder serves all inverses. A quantity is within its target where its `height` is at most
+0. `bracket` finds two values between which the height changes its sign, and `last_within` narrows
+the bracket, to an end that was evaluated and is safe.
+"""
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.mechanisms import BallsInBinsGaussian, Mechanism, Sampling
+
+Height = Callable[[float], float]
+_FEW = 25  # chords, before bisections
 
 
 class Accountant:
@@ -27,26 +35,16 @@ class Accountant:
     name: ClassVar[str] = ""
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
-        self._relation = _validate.choice(
+        self.neighboring_relation = _validate.choice(
             "neighboring_relation", neighboring_relation, mechanisms.RELATIONS
         )
-        self._group_size = _validate.integer("group_size", group_size, minimum=1)
-        if self._relation == "replace" and self._group_size > 1:
+        self.group_size = _validate.integer("group_size", group_size, minimum=1)
+        if self.neighboring_relation == "replace" and self.group_size > 1:
             raise AccountingError(
-                f"group_size={self._group_size} under neighboring_relation='replace' has no proved "
+                f"group_size={self.group_size} under neighboring_relation='replace' has no proved "
                 "bound here. Use 'add_or_remove' with group_size, or group_size=1."
             )
         self._counts: dict[Mechanism, int] = {}
-
-    @property
-    def neighboring_relation(self) -> str:
-        """Neighboring relation under which all results of this accountant hold."""
-        return self._relation
-
-    @property
-    def group_size(self) -> int:
-        """Number of examples that are protected together."""
-        return self._group_size
 
     @property
     def history(self) -> tuple[tuple[Mechanism, int], ...]:
@@ -105,8 +103,8 @@ class Accountant:
         """
         if not isinstance(other, Accountant):
             raise TypeError(f"other={other!r} is {_validate.kind(other)}. Expected an accountant.")
-        mine = (self._relation, self._group_size)
-        theirs = (other._relation, other._group_size)
+        mine = (self.neighboring_relation, self.group_size)
+        theirs = (other.neighboring_relation, other.group_size)
         if mine != theirs:
             raise AccountingError(
                 f"The histories hold for (relation, group size) {mine} and {theirs}. "
@@ -151,14 +149,14 @@ class Accountant:
 
     def _sensitivity(self) -> float:
         """L2 sensitivity of the sum to one user, in units of the clipping norm."""
-        return self._group_size * (2.0 if self._relation == "replace" else 1.0)
+        return self.group_size * (2.0 if self.neighboring_relation == "replace" else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that JSON can represent."""
         return {
             "accountant": self.name,
-            "neighboring_relation": self._relation,
-            "group_size": self._group_size,
+            "neighboring_relation": self.neighboring_relation,
+            "group_size": self.group_size,
             "history": [[mechanisms.to_dict(event), count] for event, count in self.history],
         }
 
@@ -185,15 +183,7 @@ class Accountant:
 
     def __repr__(self) -> str:
         """Return the class, the relation and the number of releases."""
-        return f"<{type(self).__name__} {self._relation}, {len(self)} releases>"
-
-    def __eq__(self, other: object) -> bool:
-        """Return True if the serialized states are equal."""
-        if not isinstance(other, Accountant):
-            return NotImplemented
-        return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
+        return f"<{type(self).__name__} {self.neighboring_relation}, {len(self)} releases>"
 
 
 def num_epochs(event: Mechanism, count: int) -> int:
@@ -285,3 +275,124 @@ def register(name: str, cls: type[Accountant]) -> None:
 def names() -> tuple[str, ...]:
     """Return the names that `create` accepts, sorted."""
     return tuple(sorted(TABLE))
+
+
+def height_above(spent: Callable[[float], float], epsilon: float) -> Height:
+    """Return the height log(spent(value) / epsilon), limited to +-50 so that chords are finite.
+
+    `spent` is slow, so it is evaluated once for each value.
+    """
+
+    @functools.cache
+    def height(value: float) -> float:
+        found = spent(value)
+        return min(50.0, max(-50.0, math.log(found / epsilon))) if found > 0 else -50.0
+
+    return height
+
+
+def bracket(
+    holds: Callable[[float], bool], before: float, value: float, factor: float, end: float
+) -> tuple[float, float]:
+    """Return the first of `value`, `value * factor`, ... that `holds`, and the one before it.
+
+    Args:
+        holds: function of a value, True past the place that is searched.
+        before: returned first if `value` itself holds; it does not hold there.
+        value: first value to be tried.
+        factor: float > 1 for growing values, < 1 for falling ones.
+        end: last value to be tried.
+
+    Returns:
+        `(before, value)`: the last value that does not hold, and the first that does, which is
+        beyond `end` if none does.
+    """
+    # (value - end) * (factor - 1) <= 0 while the end is not passed, in either direction.
+    while (value - end) * (factor - 1) <= 0 and not holds(value):
+        before, value = value, value * factor
+    return before, value
+
+
+def last_within(
+    good: float, bad: float, height: Height, *, width: float = 1e-10, whole: bool = False
+) -> float:
+    """Return the last value within the target, between `good` (within) and `bad` (not within).
+
+    Regula falsi (Illinois) on the height against the logarithm of the value, which is nearly
+    linear, then bisection. Stops at a relative width, with `whole` at neighboring integers.
+    """
+    at_good, at_bad = height(good) if good else -50.0, height(bad) if bad else 50.0
+    side = 0
+    for count in range(200):
+        low, high = min(good, bad), max(good, bad)
+        middle = 0.5 * (low + high)
+        if high - low <= (1 if whole else width * abs(good)) or not low < middle < high:
+            break
+        if count < _FEW and low > 0:
+            # zero of the chord through both ends, kept inside the bracket
+            share = at_bad / (at_bad - at_good) if at_bad > at_good else 0.5
+            share = min(max(share, 1e-3), 1 - 1e-3)
+            start, end = math.log(bad), math.log(good)
+            chord = math.exp(start + share * (end - start))
+            middle = chord if low < chord < high else middle
+        if whole:
+            middle = min(max(round(middle), low + 1), high - 1)
+        at_middle = height(middle)
+        # Illinois: an end that stays twice in a row has its height halved, or the chord would creep
+        # towards the root from one side.
+        if at_middle <= 0:
+            good, at_good = middle, at_middle
+            at_bad = at_bad / 2 if side == 1 else at_bad
+            side = 1
+        else:
+            bad, at_bad = middle, at_middle
+            at_good = at_good / 2 if side == -1 else at_good
+            side = -1
+    return good
+
+
+def check_target(target_epsilon: float, target_delta: float) -> tuple[float, float]:
+    """Return the validated target; delta = 0 is refused (Gaussian noise cannot reach it)."""
+    epsilon = _validate.positive("target_epsilon", target_epsilon)
+    return epsilon, _validate.open_probability("target_delta", target_delta)
+
+
+def unreachable(epsilon: float, delta: float, what: str) -> AccountingError:
+    """Return the error for a target that no setting reaches."""
+    return AccountingError(
+        f"target_epsilon={epsilon} at target_delta={delta} is out of reach: {what} decides it. "
+        "Change the target or the other settings."
+    )
+
+
+def smallest_scale(spent: Callable[[float], float], epsilon: float, delta: float) -> float:
+    """Return the smallest noise found, >= 0, at which `spent` is at most `epsilon`.
+
+    `spent` maps a noise multiplier, or a factor of one, to epsilon, and was evaluated at the value
+    that is returned; `delta` is for the error message.
+
+    Raises:
+        AccountingError: no value up to 1e9 is within the target.
+    """
+    height = height_above(spent, epsilon)
+    if height(0.0) <= 0:  # nothing is released
+        return 0.0
+    if height(1.0) > 0:
+        bad, good = bracket(lambda noise: height(noise) <= 0, 1.0, 2.0, 2.0, 1e9)
+        if good > 1e9:
+            raise unreachable(epsilon, delta, "no noise multiplier up to 1e9")
+    else:
+        good, bad = bracket(lambda noise: height(noise) > 0, 1.0, 0.5, 0.5, 1e-9)
+        if bad < 1e-9:
+            return good
+    return last_within(good, bad, height)
+
+
+def largest_count(spent: Callable[[float], float], epsilon: float, most: float) -> int | None:
+    """Return the largest whole number, >= 0, at which `spent` is at most `epsilon`.
+
+    None if it is above `most`. At 0, which is not evaluated, nothing more is spent.
+    """
+    height = height_above(spent, epsilon)
+    good, bad = bracket(lambda count: height(count) > 0, 0.0, 1.0, 4.0, most)
+    return None if bad > most else int(last_within(good, bad, height, whole=True))

@@ -19,7 +19,7 @@ from scipy.special import gammaln
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.accountants.base import Accountant, as_gaussian, num_epochs
-from dualdp.accountants.closed_forms import log_mixture
+from dualdp.accountants.pld_engine.pairs import log_mixture
 from dualdp.mechanisms import Mechanism
 
 Array = npt.NDArray[Any]
@@ -107,9 +107,9 @@ class RDPAccountant(Accountant):
         if as_gaussian(event) is not None:
             return
         kind = type(event)  # a subclass may mean another mechanism
-        if self._group_size > 1 or kind not in _KNOWN:
+        if self.group_size > 1 or kind not in _KNOWN:
             raise AccountingError(
-                f"{kind.__name__} with group_size={self._group_size} has no Renyi bound here. "
+                f"{kind.__name__} with group_size={self.group_size} has no Renyi bound here. "
                 "Use accountant='pld', or group_size=1."
             )
 
@@ -136,7 +136,7 @@ class RDPAccountant(Accountant):
             sigmas = np.array([event.noise_multiplier for event in sampled])
             rates = np.array([event.sample_rate for event in sampled])
             curves = subsampled_gaussian(
-                sigmas, rates, ORDERS, substitute=self._relation == "replace"
+                sigmas, rates, ORDERS, substitute=self.neighboring_relation == "replace"
             )
             self._cache.update(zip(sampled, curves, strict=True))
 
@@ -198,19 +198,15 @@ def subsampled_gaussian(
 def _log_moments(sigma: Array, rate: Array, orders: Array) -> Array:
     """(rows, orders) K(a) of (1-q) N(0) + q N(1) against N(0)."""
     whole = orders == np.floor(orders)
-    floors = np.floor(orders[~whole])
-    needed = np.unique(np.concatenate([orders[whole], floors, floors + 1]))
-    needed = needed[needed >= 2]
-    exact = {a: _integer_moment(sigma, rate, int(a)) for a in needed}
-    exact[1.0] = np.zeros_like(sigma)
+    exact = {1: np.zeros_like(sigma)}
+    for a in set(np.concatenate([np.floor(orders), np.ceil(orders)])) - {1}:
+        exact[a] = _integer_moment(sigma, rate, int(a))
     out = np.empty((sigma.size, orders.size))
     smooth = sigma >= _MIN_QUADRATURE_SIGMA
     for k, a in enumerate(orders):
-        if whole[k]:
-            out[:, k] = exact[a]
-        else:  # K is convex in a: the chord between integers is an upper bound
-            low, t = float(math.floor(a)), a - math.floor(a)
-            out[:, k] = (1 - t) * exact[low] + t * exact[low + 1]
+        low, high, t = exact[math.floor(a)], exact[math.ceil(a)], a % 1
+        # K is convex in a: the chord between integers is an upper bound
+        out[:, k] = (1 - t) * low + t * high if t else low
     narrow = np.flatnonzero(~whole & (orders < _MAX_QUADRATURE_ORDER))
     if narrow.size and np.any(smooth):
         s, q = sigma[smooth], rate[smooth]

@@ -7,18 +7,22 @@ Every search returns a value whose epsilon was computed and is within the target
 
 from __future__ import annotations
 
+import math
 from typing import Any, Unpack
 
-from dualdp import accountants
-from dualdp.accountants.base import Accountant
-from dualdp.accountants.search import (
+from dualdp import _validate
+from dualdp.accountants.base import (
+    Accountant,
     bracket,
     check_target,
+    create,
     height_above,
+    largest_count,
     last_within,
     smallest_scale,
     unreachable,
 )
+from dualdp.accountants.pld import gaussian_epsilon
 from dualdp.mechanisms import Sampling
 
 
@@ -47,7 +51,7 @@ def _account(
         )
     own: dict[str, Any] = dict(setting)
     about = {key: own.pop(key) for key in ("neighboring_relation", "group_size") if key in own}
-    account = accountants.create(own.pop("accountant", "pld"), **about)
+    account = create(own.pop("accountant", "pld"), **about)
     account.step(
         noise_multiplier=noise_multiplier, sample_rate=sample_rate, num_steps=num_steps, **own
     )
@@ -132,11 +136,10 @@ def get_num_steps(
         account = _account(noise_multiplier, sample_rate, int(count), setting)
         return account.get_epsilon(delta=delta)
 
-    height = height_above(spent, epsilon)
-    good, bad = bracket(lambda count: height(count) > 0, 0.0, 1.0, 4.0, 1e9)
-    if bad > 1e9:
+    steps = largest_count(spent, epsilon, 1e9)
+    if steps is None:
         raise unreachable(epsilon, delta, "not even a billion steps")
-    return int(last_within(good, bad, height, whole=True))
+    return steps
 
 
 def get_sample_rate(
@@ -168,3 +171,33 @@ def get_sample_rate(
         raise unreachable(epsilon, delta, "no sampling rate above 1e-9")
     whole = setting.get("sampler") in ("balls_in_bins", "shuffle")
     return 1 / last_within(good, bad, height, whole=whole)
+
+
+def gdp_epsilon(
+    *, noise_multiplier: float, sample_rate: float, num_steps: int, delta: float
+) -> float:
+    """Return epsilon by the central limit theorem, for tables of papers that print it.
+
+    It bounds nothing: it can lie far BELOW the truth (75 times), so no run is accounted by it.
+
+    Args:
+        noise_multiplier: noise standard deviation / max_grad_norm, >= 0; 0 gives inf.
+        sample_rate: probability with which an example joins a batch, in [0, 1].
+        num_steps: number of noise releases.
+        delta: float in [0, 1].
+
+    Source: Dong, Roth & Su 2022; Bu, Dong, Long & Su 2020, equation (6); for full batches the exact
+    mu = sqrt(num_steps) / noise_multiplier.
+
+    >>> round(gdp_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5), 3)
+    1.618
+    """
+    sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
+    rate = _validate.probability("sample_rate", sample_rate)
+    steps = _validate.integer("num_steps", num_steps)
+    target = _validate.probability("delta", delta)
+    if sigma == 0 and rate * steps > 0:
+        return math.inf
+    precision = sigma**-2 if rate * steps > 0 else 0.0
+    growth = precision if rate == 1 else rate**2 * math.expm1(min(precision, 700.0))
+    return gaussian_epsilon(math.sqrt(steps * growth), target)

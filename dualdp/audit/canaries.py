@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from dualdp import _validate, accountants
-from dualdp.accountants.closed_forms import gaussian_epsilon
-from dualdp.accountants.search import bracket, last_within
+from dualdp.accountants.base import bracket, last_within
+from dualdp.accountants.pld import gaussian_epsilon
 from dualdp.audit.protocol import PrivateStep
-from dualdp.audit.statistics import log_likelihood_ratio, smallest
+from dualdp.audit.statistics import log_likelihood_ratio
 
 Array = NDArray[np.float64]
 Inverse = Callable[[float], float]
 
 _SHARES = tuple(2.0**-k for k in range(8))  # candidate shares of canaries with a guess
 _LARGEST = 50.0  # mu of the search
-_LEAST = 1e-12  # p-value
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Audit:
         claimed_epsilon: epsilon of the accounted releases.
         delta: delta of the claim and of the bound.
         epsilon: lower bound on epsilon, at `confidence`.
-        p_value: probability of such an observation under the claimed mechanism.
+        is_refuted: bool, True if the claim is false, at the audit's false-alarm rate.
         confidence: probability that the bound is below the truth.
         false_alarm: probability that a correct implementation is refuted.
         num_steps: number of releases of the run.
@@ -46,15 +45,10 @@ class Audit:
     claimed_epsilon: float
     delta: float
     epsilon: float
-    p_value: float
+    is_refuted: bool
     confidence: float
     false_alarm: float
     num_steps: int
-
-    @property
-    def is_refuted(self) -> bool:
-        """True if the claim is false, at the audit's false-alarm rate."""
-        return self.p_value < self.false_alarm
 
     @property
     def verdict(self) -> str:
@@ -126,9 +120,10 @@ def audit(
     claim = curve_inverse(epsilons, np.array([account.get_delta(epsilon=e) for e in epsilons]))
     halves = sorted({round(share * num_canaries / 2) for share in _SHARES} - {0})
     options = [guesses_at(scores, included, half) for half in halves]
-    p = smallest(p_value(option, claim) for option in options)
+    refuted = any(excess(option, false_alarm / len(options), claim) > 0 for option in options)
     mu = max(largest_refuted(option, alpha / len(options)) for option in options)
-    return Audit(claimed, delta, gaussian_epsilon(mu, delta), p, confidence, false_alarm, num_steps)
+    epsilon = gaussian_epsilon(mu, delta)
+    return Audit(claimed, delta, epsilon, refuted, confidence, false_alarm, num_steps)
 
 
 class Guesses(NamedTuple):
@@ -146,38 +141,28 @@ def guesses_at(scores: Array, included: NDArray[np.bool_], half: int) -> Guesses
     return Guesses(len(scores), 2 * half, correct)
 
 
-def p_value(guesses: Guesses, inverse: Inverse) -> float:
-    """Return P(at least this many correct guesses) for a claimed trade-off function f.
+def excess(guesses: Guesses, level: float, inverse: Inverse) -> float:
+    """Return by how much a total probability would exceed 1, if guesses as good had one of `level`.
 
-    Let v of the guesses be correct. If v or more are correct with probability t, a chain of
-    inequalities from v down to 0 gives a lower bound on the total probability, which is at most 1:
-    the p-value is the largest t that allows it. `inverse` is the function y -> least x with
-    1 - f(x) >= y.
+    Let v of the guesses be correct. If v or more are correct with this probability under the
+    claimed trade-off function f, a chain of inequalities from v down to 0 gives a lower bound on
+    the probability of all outcomes. Above 1 it contradicts the claim, which is refuted at this
+    level. `inverse` is the function y -> least x with 1 - f(x) >= y.
 
     Source: Mahloujifar et al. 2024, theorem 3.2 and its algorithm, for fair coins.
     """
-    if 2 * guesses.num_correct <= guesses.num_guesses:
-        return 1.0
-
-    def height(t: float) -> float:
-        return 1.0 - _total_probability(guesses, t, inverse)
-
-    if height(1.0) >= 0:
-        return 1.0
-    return last_within(1.0, _LEAST, height, width=1e-3) if height(_LEAST) > 0 else _LEAST
-
-
-def _total_probability(guesses: Guesses, t: float, inverse: Inverse) -> float:
-    """Lower bound on the probability of all outcomes, if that of v or more correct ones is t."""
     m, r, v = guesses  # canaries, guesses, correct ones, as in the paper
-    right, wrong = t * v / m, t * (r - v) / m  # sums of i p_i / m and (r - i) p_i / m over i >= v
+    if 2 * v <= r:
+        return -1.0
+    # Sums of i p_i / m and (r - i) p_i / m over i >= v.
+    right, wrong = level * v / m, level * (r - v) / m
     for i in range(v - 1, -1, -1):
         needed = max(wrong, inverse(right))
         right += i / (r - i) * (needed - wrong)
         wrong = needed
         if right + wrong > r / m:
             break
-    return (right + wrong) * m / r
+    return (right + wrong) * m / r - 1
 
 
 def gaussian_inverse(mu: float) -> Inverse:
@@ -200,7 +185,7 @@ def largest_refuted(guesses: Guesses, level: float) -> float:
     """Return the largest mu at which a mu-GDP mechanism is refuted at a level, 0 for none."""
 
     def height(mu: float) -> float:
-        return p_value(guesses, gaussian_inverse(mu)) - level * (1 - 1e-9)
+        return -excess(guesses, level, gaussian_inverse(mu))
 
-    refuted, not_refuted = bracket(lambda mu: height(mu) > 0, 0.0, 1e-3, 2.0, _LARGEST)
+    refuted, not_refuted = bracket(lambda mu: height(mu) >= 0, 0.0, 1e-3, 2.0, _LARGEST)
     return last_within(refuted, not_refuted, height, width=1e-3) if refuted else 0.0

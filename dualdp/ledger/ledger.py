@@ -178,8 +178,9 @@ class Ledger:
         self._spent = empty_account(plan)
         self._accounted: tuple[Segment, ...] = ()  # the segments that are in `_spent`
         self._last_end: tuple[int, int | None] = 0, None  # number of segments, their `end`
-        self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
-        #: Releases of a loop of one's own whose noise was not drawn, by step; see `own_loops`.
+        #: Noise source of an open loop of one's own, and its releases whose noise was not drawn,
+        #: by step; see `own_loops`.
+        self.source: object = None
         self.unused: dict[int, Release] | None = None
         header = {
             FORMAT: VERSION,
@@ -273,6 +274,20 @@ class Ledger:
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
+        self._log_steps_left(step)
+
+    def recalibrate(self) -> None:
+        """Begin a segment whose noise is such that all planned steps fit the target epsilon.
+
+        Without a target they fit the plan's epsilon.
+
+        Raises:
+            AccountingError: nothing is left to recalibrate; then the record stays as it was.
+        """
+        self.require_process()
+        step, state = self.position, self._state
+        scale = accounting.recalibrated(self.plan, state.segments, step)
+        self._begin(step, scale, state.bound)
         self._log_steps_left(step)
 
     def _log_steps_left(self, step: int) -> None:
@@ -453,6 +468,26 @@ class Ledger:
             self.unused[step] = release
         return release
 
+    @property
+    def waiting(self) -> dict[int, Release]:
+        """Releases of a loop of one's own whose noise was not drawn; none from before a fork."""
+        self.require_process()
+        return self.unused or {}
+
+    def take(self, step: int) -> Release:
+        """Return the release of a step for its noise, and take it off `waiting`.
+
+        Raises:
+            AccountingError: the step is not on record, or its noise was drawn before.
+        """
+        release = self.waiting.pop(_validate.integer("step", step), None)
+        if release is None:
+            raise AccountingError(
+                f"step={step} has no release on record whose noise is still to be drawn. Expected "
+                "engine.record() before each noisy sum, and the noise of a step once."
+            )
+        return release
+
     def steps_ahead(self, num_steps: int) -> range:
         """Return the next steps, if all of them may be recorded.
 
@@ -491,7 +526,7 @@ class Ledger:
         size = plan.expected_batch_size_at(step)
         stddev = plan.max_grad_norm.count_stddev(size)
         if plan.noise == "secure":  # the count is a multiple of 1/2
-            noise = round(2 * stddev * float(grid_noise.normals(bits, 1)[0])) / 2
+            noise = float(grid_noise.grid_noise(bits, cells=2 * stddev, size=1)[0]) / 2
         else:
             noise = stddev * float(normal(key_of(bits), (), dtype=np.float64))
         return float((num_below - num_rows / 2 + noise) / size + 0.5)
@@ -554,7 +589,8 @@ class Ledger:
             self._new_file = None
 
     def close(self) -> None:
-        """Release the file, so that another run may go on with it."""
+        """Release the file, so that another run may go on with it, and end a loop of one's own."""
+        self.unused = None
         if self._new_file is not None:  # it was not made yet, and will not be
             self.chain.path, self._new_file = os.path.abspath(self._new_file), None
         self.chain.close()

@@ -21,8 +21,7 @@ from typing import Any
 from dualdp._validate import AccountingError
 from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
 from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
-from dualdp.plan import accounting
-from dualdp.plan.accounting import Segment, empty_account, spent_by
+from dualdp.plan.accounting import Segment, empty_account, release, spent_by
 from dualdp.plan.plan import PrivacyPlan
 
 _SLACK = 1e-9  # relative tolerance for recomputed numbers
@@ -57,11 +56,8 @@ class Verification:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps with a release."""
-        steps: set[int] = set()
-        for segment in self.segments:
-            steps.update(range(segment.start, segment.stop))
-        return len(steps)
+        """Number of steps with a release: no segment begins past those before it."""
+        return max((segment.stop for segment in self.segments), default=0)
 
     @property
     def covers_the_plan(self) -> bool | None:
@@ -235,7 +231,7 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
     """
     try:
         cost = replace(plan, accountant=accountant)
-        spent, event = empty_account(cost), accounting.release(cost, 0)
+        spent, event = empty_account(cost), release(cost, 0)
         if plan.sampler in COMPOSED:
             counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
             for (noise, rate), count in counts.items():

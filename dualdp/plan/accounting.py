@@ -15,21 +15,21 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate, accountants, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants.base import Accountant
-from dualdp.accountants.search import check_target, smallest_scale
+from dualdp.accountants.base import Accountant, check_target, largest_count, smallest_scale
 from dualdp.mechanisms import BallsInBinsGaussian, Gaussian, PoissonSubsampledGaussian
-from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums, squared_sensitivity
+from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums, participations
 from dualdp.plan.correlated.strategies import Band, Strategy, identity
-from dualdp.plan.schedules import AdaptiveNorm, Constant, Scheduled, values_at
+from dualdp.plan.schedules import AdaptiveNorm, Schedule, Scheduled
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
 Vector = NDArray[np.float64]
@@ -54,6 +54,8 @@ _MOST_STEPS = 1 << 40
 #: to that of the gradient sum in units of C. Under "replace" the accountant doubles both. Under
 #: "zero_out" the zeroed example is still counted, with norm 0, below every bound.
 _COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
+#: Settings of a release that decide its cost, and may follow a schedule.
+_ACCOUNTED = ("noise_multiplier", "expected_batch_size")
 _ROUNDING = 1 + 1e-12
 #: A finer split of the bins is tried where it lowers what they have in common by this factor.
 _LOWER = 0.9
@@ -99,12 +101,36 @@ class Cost:
 
     def _at(self, name: str, step: int) -> float:
         """Scheduled value at a step, checked: an open-ended schedule may leave its range."""
-        schedule = getattr(self, name)
+        setting = getattr(self, name)
         if type(step) is not int or step < 0:  # asked several times a step
             step = _validate.integer("step", step)
-        if isinstance(schedule, Constant):
-            return float(schedule)
-        return float(values_at(name, schedule, step, self.num_examples))
+        return setting if isinstance(setting, float) else float(self.values(name, step))
+
+    def values(self, name: str, steps: ArrayLike) -> Vector:
+        """Return the values of a scheduled setting at some steps, shape of `steps`.
+
+        Raises:
+            ValueError: one is out of range; the first such step is named.
+        """
+        setting = getattr(self, name)
+        found = setting.at(steps) if isinstance(setting, Schedule) else setting
+        values = np.broadcast_to(np.asarray(found, np.float64), np.shape(steps))
+        most = self.num_examples if name == "expected_batch_size" else math.inf
+        low = values >= 0 if name == "noise_multiplier" else values > 0
+        wrong = np.flatnonzero(~(low & np.isfinite(values) & (values <= most)))
+        if wrong.size:
+            at_step = "" if self.is_constant(name) else f" at step {np.ravel(steps)[wrong[0]]}"
+            least = ">= 0" if name == "noise_multiplier" else "> 0"
+            limit = "" if most == math.inf else f", at most num_examples={most}"
+            raise ValueError(
+                f"{name}={values.flat[wrong[0]]}{at_step} is out of range. Expected a finite "
+                f"number {least}{limit}."
+            )
+        return values
+
+    def is_constant(self, name: str) -> bool:
+        """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
+        return isinstance(getattr(self, name), float)
 
     @property
     def is_adaptive(self) -> bool:
@@ -146,16 +172,10 @@ class Cost:
         return self.strategy.strategy(self.num_steps or 0)
 
     @cached_property
-    def rows(self) -> Vector:
-        """(num_steps,) what a unit of the first batch adds to the rows of |C| G."""
-        gap, n = min(self.separation, len(self.column)), len(self.column)
-        return column_sums(np.abs(self.column), gap, -(-n // gap)) if n else self.column
-
-    @cached_property
-    def squared_sensitivity(self) -> float:
-        """Square of the L2 sensitivity of the whole run to a unit that joins every gap-th step."""
-        gap, n = min(self.separation, len(self.column)), len(self.column)
-        return squared_sensitivity(self.column, gap, -(-n // gap), "fixed") if n else 0.0
+    def run_sensitivity(self) -> float:
+        """L2 sensitivity of the whole run to a unit that joins every `separation`-th step."""
+        steps = self.num_steps or 0
+        return self.strategy.sensitivity(steps, self.separation, None, pattern="fixed")
 
     @cached_property
     def sensitivity(self) -> float:
@@ -163,7 +183,7 @@ class Cost:
         if not self.is_patterned:
             return 1.0
         if self.sampler == "fixed_order":
-            return math.sqrt(self.squared_sensitivity)
+            return self.run_sensitivity
         return math.sqrt(float(self.column @ self.column))
 
     def check(self) -> None:
@@ -177,8 +197,7 @@ class Cost:
                 "correlated noise or fixed batches, a run that is accounted as a whole. Expected a "
                 "number of steps, and a bound that does not adapt."
             )
-        sizes = self.noise_multiplier, self.expected_batch_size
-        has_end = self.num_steps is not None or all(isinstance(v, Constant) for v in sizes)
+        has_end = self.num_steps is not None or all(map(self.is_constant, _ACCOUNTED))
         if self.target_epsilon is not None and not has_end:
             raise ValueError(
                 "target_epsilon came with a schedule and num_steps=None, so that the last step is "
@@ -201,14 +220,14 @@ class Cost:
                 f"max_batch_size={self.max_batch_size} with sampler={sampler!r}. Expected it with "
                 "sampler='truncated_poisson', and only there."
             )
-        for name in ("noise_multiplier", "expected_batch_size"):
-            if sampler in WHOLE_PASS and not isinstance(getattr(self, name), Constant):
+        for name in _ACCOUNTED:
+            if sampler in WHOLE_PASS and not self.is_constant(name):
                 raise ValueError(
                     f"{name} follows a schedule, but sampler={sampler!r} is accounted by whole "
                     "passes. Expected a number, or sampler='poisson'."
                 )
-        is_constant = isinstance(self.expected_batch_size, Constant)
-        if sampler == "fixed_size" and not (is_constant and size.is_integer()):
+        is_fixed = self.is_constant("expected_batch_size") and size.is_integer()
+        if sampler == "fixed_size" and not is_fixed:
             raise ValueError(
                 f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
             )
@@ -250,7 +269,7 @@ class Cost:
                 f"{weights.max() / weights[0]:.3g} times that of the step's own, which float32 "
                 f"would round away. Expected at most {_MOST_GROWTH:g}: a C whose entries fall off."
             )
-        if not isinstance(self.max_grad_norm, Constant):
+        if not self.is_constant("max_grad_norm"):
             raise ValueError(
                 "max_grad_norm changes during the run, but a correlated noise takes back noise "
                 "that an earlier one scaled. Expected a number, or no correlation."
@@ -304,8 +323,7 @@ def spent_by(cost: Cost, segments: Sequence[Segment]) -> Accountant:
     for segment in segments:
         start, stop, scale = segment.start, segment.stop, segment.noise_scale
         if cost.is_patterned:
-            for event, count in _cheapest(cost, segment):
-                spent.compose(event, count)
+            spent.merge(_patterned(cost, segment))
         elif cost.sampler in ("balls_in_bins", "shuffle"):
             # A segment that begins inside a pass has the rest of it under a permutation of its own:
             # one more pass. `merge` counts it whole, where `compose` would fill up an earlier one.
@@ -386,33 +404,20 @@ def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int
     Returns:
         (noise_multiplier, expected_batch_size, count), whose counts add up to stop - start.
     """
-    noise, size = cost.noise_multiplier, cost.expected_batch_size
     if stop <= start:
         return []
-    if isinstance(noise, Constant) and isinstance(size, Constant):
-        return [(float(noise), float(size), stop - start)]
+    if all(map(cost.is_constant, _ACCOUNTED)):
+        return [(cost.noise_multiplier_at(0), cost.expected_batch_size_at(0), stop - start)]
     if stop - start > MOST_TABULATED:
         raise ValueError(
             f"{stop} steps of a schedule can't be accounted at once. Expected at most "
             f"{MOST_TABULATED}."
         )
     steps = np.arange(start, stop)
-    noises, sizes = (
-        values_at(name, getattr(cost, name), steps, cost.num_examples)
-        for name in ("noise_multiplier", "expected_batch_size")
-    )
+    noises, sizes = (cost.values(name, steps) for name in _ACCOUNTED)
     # One complex number for each pair: np.unique sorts them by both parts.
     pairs, counts = np.unique(noises + 1j * sizes, return_counts=True)
     return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), counts.tolist(), strict=True)]
-
-
-def calibrated_noise(cost: Cost, target_epsilon: float) -> float:
-    """Return the noise multiplier with which the whole plan spends at most `target_epsilon`.
-
-    `cost` is that of the plan with noise multiplier 1.
-    """
-    steps = _validate.integer("num_steps", cost.num_steps, minimum=1)
-    return _scale_within(cost, [], 0, steps, target_epsilon)
 
 
 def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> float:
@@ -441,16 +446,17 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
             f"The releases on record have spent epsilon={spent:.6g} and the target is "
             f"{target:.6g}, so no noise makes room for further steps. Expected a larger target."
         )
-    return max(1.0, _scale_within(cost, segments, position, end, target))
+    return max(1.0, scale_within(cost, segments, position, end, target))
 
 
-def _scale_within(
+def scale_within(
     cost: Cost, segments: Sequence[Segment], start: int, stop: int, target: float
 ) -> float:
-    """Smallest noise scale found for steps start .. stop - 1 that keeps the run in its target.
+    """Return the smallest noise scale found for steps start .. stop - 1 that meets the target.
 
-    Raises a ValueError where the counts of an adaptive bound, whose noise is not scaled, exceed the
-    target by themselves.
+    Raises:
+        AccountingError: no scale up to 1e9 does.
+        ValueError: the counts of an adaptive bound, whose noise is not scaled, exceed it alone.
     """
     check_target(target, cost.delta)
     if cost.is_adaptive:
@@ -482,52 +488,42 @@ def last_affordable(cost: Cost, segments: Sequence[Segment]) -> int | None:
         segments: of the run; the last one goes on.
 
     Returns:
-        The step; None for a run without end.
+        The step; None for a run without end, or of releases without a cost.
     """
     target, end, (*before, last) = cost.target_epsilon, cost.num_steps, segments
     if target is None:
         return end
 
-    def affords(stop: int) -> bool:
-        return epsilon(cost, [*before, replace(last, stop=stop)]) <= target
+    def spent(more: float) -> float:
+        stop = last.stop + int(more)
+        stop = stop if end is None else min(stop, end)
+        return epsilon(cost, [*before, replace(last, stop=stop)])
 
-    good, bad, ahead = last.stop, end, 1
-    if end is not None and (end <= good or affords(end)):
+    if end is not None and (end <= last.stop or spent(end - last.stop) <= target):
         return end
-    while bad is None:
-        if not affords(last.stop + ahead):
-            bad = last.stop + ahead
-        elif ahead == _MOST_STEPS:  # releases without a cost
-            return None
-        ahead *= 2
-    while bad - good > 1:  # `bad` is not affordable
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if affords(middle) else (good, middle)
-    return good
+    more = largest_count(spent, target, _MOST_STEPS)
+    return None if more is None else last.stop + more
 
 
-def _cheapest(cost: Cost, segment: Segment) -> Releases:
-    """Releases that cost at least what a patterned segment costs: the set of least epsilon."""
+def _patterned(cost: Cost, segment: Segment) -> Accountant:
+    """Account of a patterned segment: that of the least epsilon, of those that bound its cost."""
     scale = segment.noise_scale * cost.noise_multiplier_at(0)
     noise = accounted_noise(cost, scale, cost.expected_batch_size_at(0))
-    options = [
-        tuple(
-            (replace(event, noise_multiplier=noise * event.noise_multiplier), n)
-            for event, n in releases
-        )
-        for releases in pattern(cost, segment.stop - segment.start)
-    ]
 
-    def bound(releases: Releases) -> float:
-        spent = empty_account(cost)
-        try:
-            for event, count in releases:
-                spent.compose(event, count)
-            return spent.get_epsilon(delta=cost.delta)
-        except AccountingError:  # this accountant or relation has no bound for them
-            return math.inf
+    def account_of(releases: Releases) -> Accountant:
+        account = empty_account(cost)
+        for event, count in releases:
+            account.compose(replace(event, noise_multiplier=noise * event.noise_multiplier), count)
+        return account
 
-    return options[0] if len(options) == 1 else min(options, key=bound)
+    first, *others = pattern(cost, segment.stop - segment.start)
+    accounts = [account_of(first)]
+    for releases in others:
+        with suppress(AccountingError):  # this accountant or relation has no bound for them
+            accounts.append(account_of(releases))
+    if len(accounts) == 1:
+        return accounts[0]
+    return min(accounts, key=lambda account: account.get_epsilon(delta=cost.delta))
 
 
 def pattern(cost: Cost, steps: int) -> list[Releases]:
@@ -562,18 +558,24 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
         return [_rounds(cost, steps)]
     # By |C|, for which the sum over the rows is exact; with negative entries the bound of the whole
     # run, which may be smaller, holds for each of its parts too.
-    total = min(float((cost.rows[:steps] ** 2).sum()), cost.squared_sensitivity)
-    first: Releases = ((Gaussian(cost.sensitivity / math.sqrt(total)), 1),)
+    gap, num_steps = cost.separation, cost.num_steps or 0
+    rows = _rows(cost.strategy, num_steps, gap)[:steps]
+    total = min(math.sqrt(rows @ rows), cost.run_sensitivity)
+    bounds: list[Releases] = [((Gaussian(cost.sensitivity / total), 1),)]
     if cost.sampler != "balls_in_bins":
-        return [first]
-    gap = cost.separation
-    stop = min(-(-steps // gap) * gap, cost.num_steps or 0)  # an unfinished pass counts whole
-    bounds = [first]
-    for bins, off, rest in _splits(cost.strategy, cost.num_steps or 0, gap, stop):
+        return bounds
+    stop = min(-(-steps // gap) * gap, num_steps)  # an unfinished pass counts whole
+    for bins, off, rest in _splits(cost.strategy, num_steps, gap, stop):
         own = BallsInBinsGaussian(cost.sensitivity / math.sqrt(rest), bins), bins
         shared = [(Gaussian(cost.sensitivity / math.sqrt(off)), 1)] if off else []
         bounds.append((*shared, own))
     return bounds
+
+
+def _rows(strategy: Strategy, num_steps: int, gap: int) -> Vector:
+    """(num_steps,) what a unit of the first batch, or bin, adds to the rows of |C| G."""
+    column = np.abs(strategy.strategy(num_steps))
+    return column_sums(column, *participations(num_steps, gap, None))
 
 
 def _rounds(cost: Cost, steps: int) -> Releases:
@@ -599,9 +601,7 @@ def _splits(
     `off` the largest inner product of two bins of a class (docs/accounting.md, 2.12). An r is tried
     if it lowers `off`; the split of least `off` comes first.
     """
-    column = np.abs(strategy.strategy(num_steps))
-    rows = column_sums(column, min(gap, num_steps), -(-num_steps // gap))[:stop]
-    most = min(gap, stop)
+    rows, most = _rows(strategy, num_steps, gap)[:stop], min(gap, stop)
     if stop * most <= MOST_WORK:
         inner = np.array([rows[: stop - lag] @ rows[lag:] for lag in range(most)]) * _ROUNDING
     else:

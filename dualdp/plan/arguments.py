@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from dualdp import _validate, accountants
-from dualdp.accountants import require_bound
 from dualdp.mechanisms import num_steps_of
 from dualdp.plan.plan import PrivacyPlan, require_plan
 
@@ -146,7 +145,6 @@ def _check_plan(
             f"secure_mode=True with a plan whose noise={plan.noise!r}. Expected a plan with "
             "noise='secure'."
         )
-    require_bound(plan.accountant)
 
 
 def _plan_arguments(
@@ -165,7 +163,6 @@ def _plan_arguments(
                 f"{name}={settings[name]!r} came together with {value!r} of the engine. Expected "
                 "one of the two."
             )
-    require_bound(settings.setdefault("accountant", "pld"))
     if "target_epsilon" in settings and "delta" not in settings:
         raise ValueError(
             "target_epsilon came without target_delta. Expected both: a target is an epsilon at a "

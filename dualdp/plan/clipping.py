@@ -15,7 +15,6 @@ from dualdp.arrays import Array, Namespace
 CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping), eq. 4.1
 
-
 #: Factors are divided by 1 + margin, by dtype of the sums. The margin covers the rounding of a
 #: contribution on its way into the sum, so that the contribution itself has norm at most C.
 MARGIN = {"float32": 1e-4, "float64": 1e-12}
@@ -26,54 +25,37 @@ def margin_of(dtype: object) -> float:
     return MARGIN["float64" if str(dtype).endswith("float64") else "float32"]
 
 
-def clip_factors(norms: Array, max_grad_norm: Array | float, *, xp: Namespace) -> Array:
+def factors_for(
+    clipping: str, norms: Array, max_grad_norm: Array | float, *, xp: Namespace
+) -> Array:
     """Return the factor that scales each example's gradient to norm at most C.
 
+    min(1, C / norm); for "automatic" C / (norm + 0.01), which normalises. Both / (1 + margin).
+
     Args:
-        norms: (n,) L2 norm of each example's whole gradient, gradient units, >= 0 or non-finite.
+        clipping: one of `CLIPPING`.
+        norms: (n,) L2 norm of each example's gradient, or of its part in one group, gradient units,
+            >= 0 or non-finite.
         max_grad_norm: C > 0, gradient units; a number or a scalar array.
         xp: array namespace, `torch` or `jax.numpy`.
 
     Returns:
-        (n,) factors in [0, 1], dtype of `norms`. Exactly 1 up to norm C / (1 + margin); nan or inf
-        gives 0.
+        (n,) factors >= 0, dtype of `norms`; nan or inf gives 0. Exactly 1 up to norm
+        C / (1 + margin), unless "automatic".
 
     Guarantees:
         factors[k] * norms[k] <= C / (1 + margin) * (1 + 2 * eps(dtype)) for every finite norm.
             [test_factors_bound_the_norm]
         factors[k] depends on example k alone.  [test_factors_are_per_sample]
 
-    Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
+    Source: Abadi et al. 2016, Algorithm 1, "clip gradient"; Bu et al. 2023, "Automatic clipping",
+    AUTO-S.
     """
     bound = max_grad_norm / (1 + margin_of(norms.dtype))
     # An array: a plain number would be multiplied by a reciprocal, and bound / bound not be 1.
-    return xp.nan_to_num(xp.asarray(bound, dtype=norms.dtype) / xp.clip(norms, bound, None))
-
-
-def automatic_factors(norms: Array, max_grad_norm: Array | float, *, xp: Namespace) -> Array:
-    """Return C / (norm + 0.01) / (1 + margin): gradients are normalised, none exceeds C.
-
-    Returns:
-        (n,) factors, dtype of `norms`; nan or inf gives 0.
-
-    Guarantees:
-        factors[k] * norms[k] < C / (1 + margin) for every finite norm.
-            [test_factors_bound_the_norm]
-
-    Source: Bu et al. 2023, "Automatic clipping", AUTO-S.
-    """
-    factors = (max_grad_norm / (1 + margin_of(norms.dtype))) / (
-        xp.where(xp.isfinite(norms), norms, xp.ones_like(norms)) + AUTOMATIC_OFFSET
-    )
-    return xp.where(xp.isfinite(norms), factors, xp.zeros_like(norms))
-
-
-def factors_for(
-    clipping: str, norms: Array, max_grad_norm: Array | float, *, xp: Namespace
-) -> Array:
-    """Return the factors of one clipping group: normalised for "automatic", else clipped at C."""
-    function = automatic_factors if clipping == "automatic" else clip_factors
-    return function(norms, max_grad_norm, xp=xp)
+    whole = xp.asarray(bound, dtype=norms.dtype)
+    least = norms + AUTOMATIC_OFFSET if clipping == "automatic" else xp.clip(norms, bound, None)
+    return xp.nan_to_num(whole / least)
 
 
 def group_bounds(

@@ -22,6 +22,7 @@ from dualdp.plan.clipping import CLIPPING
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.strategies import Strategy
 from dualdp.plan.samplers import SAMPLERS
+from dualdp.plan.schedules import NAMES, AdaptiveNorm, tabulated
 from dualdp.plan.units import UserRows, user_rows
 from dualdp.randomness import SegmentBits
 from dualdp.randomness.bits import checked_seed
@@ -108,22 +109,30 @@ class PrivacyPlan(Cost):
         put("max_grad_norm", norm)
         put("group_shares", shares)
         for name in _SCHEDULED:
-            schedule = schedules.as_schedule(name, getattr(self, name), self.num_steps)
-            put(name, schedule)
-            if isinstance(schedule, schedules.AdaptiveNorm) and name != "max_grad_norm":
+            setting = getattr(self, name)
+            if callable(setting):
+                put(name, tabulated(name, setting, self.num_steps))
+            elif type(setting) not in NAMES:
+                put(name, _validate.real(name, setting))
+            is_adaptive = isinstance(setting, AdaptiveNorm)
+            if is_adaptive and name != "max_grad_norm":
                 raise ValueError(
                     f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
                     "max_grad_norm follows a quantile of the norms."
                 )
-            only_first = isinstance(schedule, schedules.AdaptiveNorm | schedules.Constant)
-            planned = np.arange(1 if only_first or self.num_steps is None else self.num_steps)
-            schedules.values_at(name, schedule, planned, self.num_examples)
+            only_first = is_adaptive or self.is_constant(name) or self.num_steps is None
+            self.values(name, np.arange(1 if only_first else self.num_steps or 0))
         put("delta", _validate.open_probability("delta", self.delta))
+        if self.delta * self.num_examples > 1 + 1e-9:
+            raise ValueError(
+                f"delta={self.delta:g} is above 1 / num_examples = {1 / self.num_examples:.3g}: an "
+                "example published at random is within it. Expected a smaller delta."
+            )
         if self.target_epsilon is not None:
             put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
         for name, table in _CHOICES.items():
             _validate.choice(name, getattr(self, name), table)
-        _validate.choice("accountant", self.accountant, accountants.names())
+        accountants.require_bound(self.accountant)
         if self.seed is not None:
             put("seed", checked_seed(self.seed))
         self._check_together()
@@ -154,10 +163,6 @@ class PrivacyPlan(Cost):
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, without what was computed of them."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
-
-    def is_constant(self, name: str) -> bool:
-        """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
-        return isinstance(getattr(self, name), schedules.Constant)
 
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
@@ -191,7 +196,7 @@ class PrivacyPlan(Cost):
         Raises:
             ValueError: the batch size follows a schedule.
         """
-        if not isinstance(self.expected_batch_size, schedules.Constant):
+        if not self.is_constant("expected_batch_size"):
             raise ValueError(
                 "expected_batch_size follows a schedule, so there is no one sample_rate. Use "
                 "plan.sample_rate_at(step)."
@@ -284,7 +289,8 @@ class PrivacyPlan(Cost):
                 "calibrate finds the noise multiplier."
             )
         draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
-        noise = accounting.calibrated_noise(draft, target_epsilon)
+        steps = _validate.integer("num_steps", draft.num_steps, minimum=1)
+        noise = accounting.scale_within(draft, [], 0, steps, target_epsilon)
         return cls(noise_multiplier=noise, target_epsilon=target_epsilon, **arguments)
 
     def to_json(self) -> str:
@@ -307,22 +313,21 @@ class PrivacyPlan(Cost):
         try:
             data = json.loads(text)
             version = data.pop(_FORMAT)
-            if version == _VERSION:
-                for name in _SCHEDULED:
-                    data[name] = schedules.from_json(name, data[name])
-                if data["correlation"] is not None:
-                    data["correlation"] = strategies.from_json("correlation", data["correlation"])
-                if unknown := set(data) ^ {item.name for item in fields(cls)}:
-                    raise ValueError(f"unknown or missing fields {sorted(unknown)}")
-                return cls(**data)
-            why: object = f"its version is {version!r}"
+            if version != _VERSION:
+                raise ValueError(f"its version is {version!r}")
+            for name in _SCHEDULED:
+                data[name] = schedules.from_json(name, data[name])
+            if data["correlation"] is not None:
+                data["correlation"] = strategies.from_json("correlation", data["correlation"])
+            if unknown := set(data) ^ {item.name for item in fields(cls)}:
+                raise ValueError(f"unknown or missing fields {sorted(unknown)}")
+            return cls(**data)
         except _BROKEN as error:
-            why = error
-        if isinstance(version, int) and version != _VERSION:
-            raise ValueError(newer("The text", "plan", version, _VERSION))
-        raise ValueError(
-            f"The text is not a plan ({why}). Expected what PrivacyPlan.to_json wrote."
-        )
+            if isinstance(version, int) and version != _VERSION:
+                raise ValueError(newer("The text", "plan", version, _VERSION)) from error
+            raise ValueError(
+                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
+            ) from error
 
 
 def split_bounds(

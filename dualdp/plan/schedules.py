@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,44 +21,30 @@ from dualdp._validate import AccountingError
 Values = NDArray[np.float64]
 
 
-class Schedule(Protocol):
-    """Function from the step, 0 or more, to a value."""
-
-    def at(self, steps: ArrayLike) -> Values:
-        """Return the values at the given steps, shape of `steps`."""
-        ...
-
-
-class Constant(float):
-    """Constant value, which is a number itself: `plan.noise_multiplier * 2` needs no step.
-
-    >>> Constant(1.1), Constant(1.1) * 2
-    (1.1, 2.2)
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, value: float) -> Self:
-        """Return the number, checked."""
-        return super().__new__(cls, _validate.real("value", value))
-
-    def at(self, steps: ArrayLike) -> Values:
-        """Return the values at the given steps, shape of `steps`."""
-        return np.full(np.shape(steps), float(self))
-
-
 @dataclass(frozen=True)
-class _Checked:
-    """Schedule whose numbers are checked by name; a name has one meaning in all schedules."""
+class Schedule:
+    """Function from the step, 0 or more, to a value.
+
+    Its fields are checked by name; a name has one meaning in all schedules.
+    """
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             if getattr(self, name, None) is not None:
-                check(name, getattr(self, name))
+                object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    def at(self, steps: ArrayLike) -> Values:
+        """Return the values at the given steps, shape of `steps`."""
+        raise NotImplementedError
 
 
-#: Name of a number -> its check.
-_CHECKS: Mapping[str, Callable[[str, Any], float]] = {
+def _number_or_schedule(name: str, value: float | Schedule) -> float | Schedule:
+    return value if type(value) in NAMES else _validate.real(name, value)
+
+
+#: Name of a field -> its check.
+_CHECKS: Mapping[str, Callable[[str, Any], float | Schedule]] = {
+    "then": _number_or_schedule,
     **dict.fromkeys(("initial", "final"), _validate.real),
     **dict.fromkeys(("factor", "rate", "learning_rate"), _validate.positive),
     **dict.fromkeys(("every", "over"), partial(_validate.integer, minimum=1)),
@@ -68,7 +54,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], float]] = {
 
 
 @dataclass(frozen=True)
-class Step(_Checked):
+class Step(Schedule):
     """`initial * factor ** (step // every)`.
 
     Args:
@@ -89,7 +75,7 @@ class Step(_Checked):
 
 
 @dataclass(frozen=True)
-class Exponential(_Checked):
+class Exponential(Schedule):
     """`initial * rate ** step`.
 
     Args:
@@ -106,7 +92,7 @@ class Exponential(_Checked):
 
 
 @dataclass(frozen=True)
-class Linear(_Checked):
+class Linear(Schedule):
     """Linear change from `initial` to `final` over `over` steps, then `final`.
 
     Args:
@@ -140,7 +126,7 @@ class Cosine(Linear):
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Schedule):
     """Tabulated values, one for each planned step."""
 
     values: tuple[float, ...]
@@ -161,7 +147,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Warmup(_Checked):
+class Warmup(Schedule):
     """Linear increase from 0 to the value of another schedule over `over` steps, then that one.
 
     Args:
@@ -169,21 +155,18 @@ class Warmup(_Checked):
         over: number of warm-up steps, >= 1; step k has the share (k + 1) / over, so none is 0.
     """
 
-    then: Any
+    then: float | Schedule
     over: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "then", as_schedule("then", self.then, None))
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         share = np.minimum((np.asarray(steps) + 1) / self.over, 1.0)
-        return np.asarray(share * self.then.at(steps))
+        then = self.then.at(steps) if isinstance(self.then, Schedule) else self.then
+        return np.asarray(share * then)
 
 
 @dataclass(frozen=True)
-class AdaptiveNorm(_Checked):
+class AdaptiveNorm(Schedule):
     """Clipping norm that follows a quantile of the gradient norms, learned privately.
 
     Each step also releases a noisy count of the examples with a norm below the bound. The bound is
@@ -234,8 +217,7 @@ class AdaptiveNorm(_Checked):
 
 #: What a setting of a plan may be given as.
 Scheduled = float | Schedule | Callable[[int], float]
-SCHEDULES: dict[str, type[Any]] = {
-    "constant": Constant,
+SCHEDULES: dict[str, type[Schedule]] = {
     "step": Step,
     "exponential": Exponential,
     "linear": Linear,
@@ -244,53 +226,26 @@ SCHEDULES: dict[str, type[Any]] = {
     "warmup": Warmup,
     "adaptive": AdaptiveNorm,
 }
-_NAMES = {kind: name for name, kind in SCHEDULES.items()}
+NAMES = {kind: name for name, kind in SCHEDULES.items()}
 
 
-def as_schedule(name: str, value: Scheduled, num_steps: int | None) -> Schedule:
-    """Return a schedule for a number, a schedule, or a callable, which is tabulated now."""
-    if type(value) in _NAMES:
-        return value  # type: ignore[return-value]
-    if not callable(value):
-        return Constant(_validate.real(name, value))
+def tabulated(name: str, function: Callable[[int], float], num_steps: int | None) -> Table:
+    """Return the values of a setting at all planned steps, for a callable of the step."""
     if num_steps is None:
         raise ValueError(
             f"{name} is a callable and num_steps is None. Expected num_steps (of an engine, or "
             f"epochs), so that it can be tabulated; or one of {', '.join(SCHEDULES)}."
         )
-    _validate.takes(name, value, "(step)", 0)
-    return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
+    _validate.takes(name, function, "(step)", 0)
+    return Table(tuple(_validate.real(f"{name}({k})", function(k)) for k in range(num_steps)))
 
 
-def values_at(name: str, schedule: Schedule, steps: ArrayLike, num_examples: int) -> Values:
-    """Return the values of a setting of a plan at some steps, shape of `steps`.
-
-    Raises:
-        ValueError: one is out of range; the first such step is named.
-    """
-    values = np.asarray(schedule.at(steps), dtype=np.float64)
-    most = num_examples if name == "expected_batch_size" else math.inf
-    low = values >= 0 if name == "noise_multiplier" else values > 0
-    wrong = np.flatnonzero(~(low & np.isfinite(values) & (values <= most)))
-    if wrong.size:
-        at_step = "" if isinstance(schedule, Constant) else f" at step {np.ravel(steps)[wrong[0]]}"
-        least = ">= 0" if name == "noise_multiplier" else "> 0"
-        limit = "" if most == math.inf else f", at most num_examples={most}"
-        raise ValueError(
-            f"{name}={values.flat[wrong[0]]}{at_step} is out of range. Expected a finite number "
-            f"{least}{limit}."
-        )
-    return values
-
-
-def to_json(schedule: Schedule) -> float | dict[str, Any]:
-    """Return plain data: a number for a constant, else `{"schedule": name, ...}`."""
-    if isinstance(schedule, Constant):
-        return float(schedule)
-    named = {item.name: getattr(schedule, item.name) for item in fields(schedule)}  # type: ignore[arg-type]
-    if isinstance(schedule, Warmup):
-        named["then"] = to_json(schedule.then)
-    return {"schedule": _NAMES[type(schedule)], **named}
+def to_json(setting: Scheduled) -> Scheduled | dict[str, Any]:
+    """Return plain data: a number as it is, for a schedule `{"schedule": name, ...}`."""
+    if not isinstance(setting, Schedule):
+        return setting
+    named = {item.name: to_json(getattr(setting, item.name)) for item in fields(setting)}
+    return {"schedule": NAMES[type(setting)], **named}
 
 
 def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
@@ -304,10 +259,9 @@ def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
             given["values"] = tuple(given["values"])
         if kind is Warmup:
             given["then"] = from_json("then", given["then"])
-        schedule: Schedule = kind(**given)
+        return kind(**given)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{name}={dict(data)!r} is not a schedule. Expected a number or one of "
             f"{', '.join(SCHEDULES)} with its fields."
         ) from error
-    return schedule

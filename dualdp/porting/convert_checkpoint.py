@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ def to_jax(
     "optimizer/<path>", keys joined by ".", in the order of its leaves; `mapping` see `port.match`.
     """
     values = _wide(arrays, document, wanted)
-    shapes = {name: array.shape for name, array in values.items()}
-    maps = _match(document, shapes, _below(wanted, "params/"), mapping)
+    shapes = {path: shape for path, (shape, _) in _below(wanted, "params/", "/").items()}
+    maps = Matcher(**document["layout"], jax_shapes=shapes, mapping=mapping).parameter_maps()
     named = _below(values, "params/") | _below(values, "buffers/")
     state = optimizer_state.TorchState.of(
         _below(values, "optimizer/"), document["optimizer"], document["trained"]
@@ -68,15 +68,18 @@ def to_torch(
     which "layout", "trained" and "optimizer" are read; `mapping` see `port.match`.
     """
     values = _wide(arrays, document, wanted)
-    leaves = {name: (values[f"params/{name}"].shape, "") for name in document["parameters"]}
-    shapes = {name: shape for name, (shape, _) in wanted.items()}
-    maps = _match(like, shapes, leaves, mapping)
+    shapes = {
+        name.replace(".", "/"): values[f"params/{name}"].shape for name in document["parameters"]
+    }
+    maps = Matcher(**like["layout"], jax_shapes=shapes, mapping=mapping).parameter_maps()
     named = parameter_map.to_torch(maps, _below(values, "params/", "/"))
-    found = {_stored(name, wanted): array for name, array in named.items()}
+    found = {
+        f"params/{name}" if f"params/{name}" in wanted else f"buffers/{name}": array
+        for name, array in named.items()
+    }
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
     slots = optimizer_state.to_torch(_below(values, "optimizer/", "/"), maps, state)
-    of_torch = _leaves(maps, like["trained"])
-    apart = of_torch ^ {*document["trained"]}
+    apart = _leaves(maps, like["trained"]) ^ {*document["trained"]}
     if apart:
         raise ValueError(
             f"The leaves {sorted(apart)} are trained either by the checkpoint's run or by this "
@@ -96,35 +99,9 @@ def to_torch(
     return _pack(found, {**wanted, **dtypes}, document, described)
 
 
-def _leaves(maps: Iterable[ParameterMap], names: Iterable[str]) -> set[str]:
+def _leaves(maps: Iterable[ParameterMap], names: Collection[str]) -> set[str]:
     """Paths of the JAX leaves of torch's parameters of these names."""
-    chosen = set(names)
-    return {piece.path for m in maps if m.torch_name in chosen for piece in m.slices}
-
-
-def _match(
-    torch: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    leaves: Wanted,
-    mapping: Mapped | None,
-) -> tuple[ParameterMap, ...]:
-    """Parameter maps, from the description of the model in a torch checkpoint."""
-    kinds, tied = torch["layout"]["kinds"], torch["layout"]["tied"]
-    later = {alias for aliases in tied.values() for alias in aliases[1:]}
-    names = [name for name in kinds if name not in later]
-    return Matcher(
-        {name: tuple(shapes[_stored(name, shapes)]) for name in names},
-        kinds,
-        [(tuple(path.split(".")), tuple(shape)) for path, (shape, _) in leaves.items()],
-        mapping,
-        tied=tied,
-        frozen=frozenset(names) - frozenset(torch["trained"]),
-    ).parameter_maps()
-
-
-def _stored(name: str, names: Iterable[str]) -> str:
-    """Name of a parameter or buffer in a checkpoint."""
-    return f"params/{name}" if f"params/{name}" in names else f"buffers/{name}"
+    return {piece.path for m in maps if m.torch_name in names for piece in m.slices}
 
 
 def _below(named: Mapping[str, Any], prefix: str, joint: str = ".") -> dict[str, Any]:

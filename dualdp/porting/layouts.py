@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _QKV = ("query", "key", "value")
+RECURRENT = ("lstm", "gru", "rnn")
 
 # kind of torch module | its parameters: [1/4] is the second quarter of axis 0, + a sum, [2/3 = 0] a
-# part without counterpart in JAX | path below the Flax module | layout.
+# part without counterpart in JAX | path below the Flax module | layout. What is not listed, as most
+# biases, has the same name and layout in both.
 LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
     ("linear", "weight", "kernel", "o i -> i o"),
-    ("linear", "bias", "bias", "o -> o"),
     ("conv1d of transformers", "weight", "kernel", "i o -> i o"),
-    ("conv1d of transformers", "bias", "bias", "o -> o"),
     ("conv", "weight", "kernel", "o i ... -> ... i o"),
-    ("conv", "bias", "bias", "o -> o"),
     ("transposed conv", "weight", "kernel", "i o ... -> ... o i"),  # transpose_kernel=True
-    ("transposed conv", "bias", "bias", "o -> o"),
     ("embedding", "weight", "embedding", "v d -> v d"),
     ("norm", "weight", "scale", "... -> ..."),
-    ("norm", "bias", "bias", "... -> ..."),
     ("norm", "running_mean", "mean", "c -> c"),
     ("norm", "running_var", "var", "c -> c"),
     *(("attention", f"in_proj_weight[{n}/3]", f"{w}/kernel", "(h d) i -> i h d") for n, w in
@@ -41,8 +38,6 @@ LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
     *(("lstm", f"weight_hh[{n}/4]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("ifgo")),
     *(("lstm", f"bias_ih[{n}/4] + bias_hh[{n}/4]", f"h{g}/bias", "o -> o") for n, g in
       enumerate("ifgo")),
-    ("lstm", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("lstm", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("lstm", "bias_ih + bias_hh", "dense_h/bias", "o -> o"),
     *(("gru", f"weight_ih[{n}/3]", f"i{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
     *(("gru", f"weight_hh[{n}/3]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
@@ -50,22 +45,16 @@ LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
       enumerate("rz")),
     ("gru", "bias_ih[2/3]", "in/bias", "o -> o"),
     ("gru", "bias_hh[2/3]", "hn/bias", "o -> o"),
-    ("gru", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("gru", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("gru", "bias_ih + bias_hh[2/3 = 0]", "dense_i/bias", "o -> o"),
+    *((k, f"weight_{w}h", f"dense_{w}/kernel", "o i -> i o") for k in RECURRENT for w in "ih"),
     ("rnn", "weight_ih", "i/kernel", "o i -> i o"),
     ("rnn", "weight_hh", "h/kernel", "o i -> i o"),
     ("rnn", "bias_ih + bias_hh", "i/bias", "o -> o"),
-    ("rnn", "weight_ih", "dense_i/kernel", "o i -> i o"),
-    ("rnn", "weight_hh", "dense_h/kernel", "o i -> i o"),
     ("rnn", "bias_ih + bias_hh", "dense_i/bias", "o -> o"),
 )  # fmt: skip
 
-# Forms in a JAX path of a component of a torch name.
-_NUMBERED = ("/{0}", "_{0}", "/layers/{0}", "/layers_{0}")  # of a ModuleList or Sequential
 _LAYER = re.compile(r"(weight|bias)_(ih|hh|hr)_(l\d+(?:_reverse)?)")
 ROOTS = ("", "params/", "batch_stats/")
-RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class Term:
     """
 
     local: str
-    block: tuple[int, int] | None
-    zero: tuple[int, int] | None
+    block: tuple[int, int] | None = None
+    zero: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, text: str) -> list[Term]:
@@ -85,8 +74,7 @@ class Term:
         terms = []
         for word in text.split(" + "):
             found = re.fullmatch(r"([\w.]+)(?:\[(\d)/(\d)( = 0)?\])?", word)
-            if found is None:
-                raise ValueError(f"{text!r} is no line of LAYOUTS. Expected 'name[k/n] + name'.")
+            assert found is not None
             block = (int(found[2]), int(found[3])) if found[2] else None
             terms.append(cls(found[1], None if found[4] else block, block if found[4] else None))
         return terms
@@ -114,29 +102,24 @@ def split(name: str, kind: str) -> tuple[str, str]:
     return ".".join(module), last
 
 
-def joined(name: str) -> str:
-    """Return the inverse of `split`: "a.lstm.l1.weight_ih" -> "a.lstm.weight_ih_l1"."""
-    return re.sub(r"(^|\.)(l\d+(?:_reverse)?)\.((?:weight|bias)_(?:ih|hh))$", r"\1\3_\2", name)
-
-
 def lines_for(kind: str, locals_: Mapping[str, str]) -> list[Line]:
     """Return the lines whose parameters a module has; unlisted parameters keep their name."""
     lines = [line for line in _LINES if line[0] == base(kind)]
     known = {term.local for line in lines for term in line[1]}
     fit = [line for line in lines if all(term.local in locals_ for term in line[1])]
     raw = [local for local in locals_ if local not in known]
-    return [*fit, *(("raw", Term.parse(local), local, "... -> ...") for local in raw)]
+    return [*fit, *(("raw", [Term(local)], local, "... -> ...") for local in raw)]
 
 
-def path_forms(component: str, kind: str) -> list[str]:
-    """Return the forms in a JAX path of a component of a torch name."""
-    if component.isdigit():
-        return [pattern.format(component) for pattern in _NUMBERED]
-    if kind not in RECURRENT or not re.fullmatch(r"l\d+(_reverse)?", component):
-        return [f"/{component}"]
-    # Of the cell of one RNN layer and direction, such as "_l1_reverse".
-    layer, _, backward = component.partition("_")
-    below = f"/{'backward' if backward else 'forward'}_rnn/cell"
-    one_way = [f"_{component}", f"/{component}", *([""] if component == "l0" else [])]
-    two_way = [f"_{layer}{below}", f"/{layer}{below}", *([below] if layer == "l0" else [])]
-    return [*one_way, *(f"{form}/cell" for form in one_way), *two_way]
+def canonical(path: str) -> str:
+    """Return the form that a JAX path has in common with torch's name, written with slashes.
+
+    Entry n of a list is "/n", "_n", "/layers/n" or "/layers_n" in JAX. The layer l1 of an RNN is
+    "/l1" or "_l1", the layer l0 may be left out, and the cells of one with two directions are
+    "/forward_rnn/cell" and "/backward_rnn/cell".
+    """
+    path = re.sub(r"^/(params|batch_stats)(?=/)", "", f"/{path}")
+    path = re.sub(r"(/layers)*[/_](\d+)(?=/)", r"/\2", path)
+    path = re.sub(r"(/forward_rnn)?/cell(?=/)", "", path.replace("/backward_rnn/", "_reverse/"))
+    path = re.sub(r"[/_]l0(?=/|_reverse/)", "", path)
+    return re.sub(r"[/_](l\d+)(?=/|_reverse/)", r"/\1", path)

@@ -7,7 +7,7 @@ counts in one integer and starts from zeros. docs/resuming.md lists the settings
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,39 +48,20 @@ class TorchState:
             slot, name = path.split("/", 1)
             slots.setdefault(slot, {})[name] = array
         options = {
-            name: {key: _number(value) for key, value in group["options"].items()}
+            name: group["options"]
             for group in described["groups"]
             for name in group["parameters"]
             if name in names
         }
-        return cls(kind_of(described["class"]), slots, options)
-
-    @property
-    def steps(self) -> int | None:
-        """Number of updates, the same for all parameters; None if the state has no counter."""
-        counts = sorted({int(count) for count in self.slots.get("step", {}).values()})
-        if len(counts) > 1:
-            raise ValueError(
-                f"The optimizer's parameters have seen {counts} updates. Expected one number."
-            )
-        return counts[0] if counts else None if any(self.slots.values()) else 0
+        path = described["class"]  # a class of another package keeps its whole path
+        kind = path.rpartition(".")[2] if path.startswith(_MODULES) else path
+        return cls(kind, slots, options)
 
     @property
     def fields(self) -> Mapping[str, str]:
         """Slot -> optax's field, of all that torch keeps with these settings."""
         has_momentum = any(group.get("momentum") for group in self.options.values())
         return SLOTS[self.kind] if has_momentum or self.kind != "SGD" else {}
-
-
-def _number(value: Any) -> Any:
-    """Setting as a number, also if it was stored as a tensor."""
-    return value.get("tensor", value) if isinstance(value, dict) else value
-
-
-def kind_of(path: str) -> str:
-    """Return the name of an optimizer's class, or the whole path of one of another package."""
-    module, _, name = path.rpartition(".")
-    return name if module.startswith(_MODULES) else path
 
 
 def check(state: TorchState) -> None:
@@ -103,27 +84,24 @@ def to_jax(
     state: TorchState,
     maps: Sequence[ParameterMap],
     wanted: Mapping[str, tuple[int, ...]],
-    steps: int | None,
+    position: int,
 ) -> dict[str, Array]:
     """Return the arrays of an optax state, for every path of `wanted`.
 
-    `wanted` maps the path of every leaf of optax's state, joined by "/", to its shape. `steps` is
-    the number of updates so far, for optax's counters.
+    `wanted` maps the path of every leaf of optax's state, joined by "/", to its shape. `position`
+    is the number of updates for optax's counters where torch keeps none.
     """
-    fields, slots = _fields(state, wanted, maps), _filled(state, maps)
-    found: dict[str, Array] = {}
-    for (prefix, field), paths in fields.items():
-        if field in COUNTERS and steps is None:
-            raise ValueError(
-                f"optax's {prefix} counts updates, which torch's state does not. Expected steps=."
-            )
-        if field in COUNTERS:
-            found[prefix] = np.asarray(steps)
-            continue
-        trained = [parameter for parameter in maps if parameter.torch_name in slots[field]]
-        arrays = parameter_map.to_jax(trained, slots[field])
-        _same_trained(set(arrays), set(paths))
-        found |= {path: arrays[leaf] for leaf, path in paths.items()}
+    fields, counters = _fields(state, wanted, maps)
+    counts = {int(count) for count in state.slots.get("step", {}).values()} or {position}
+    if len(counts) > 1:
+        raise ValueError(
+            f"The optimizer's parameters have seen {sorted(counts)} updates. Expected one number."
+        )
+    found: dict[str, Array] = dict.fromkeys(counters, np.asarray(counts.pop()))
+    for field, named in _filled(state, maps).items():
+        arrays = parameter_map.to_jax([p for p in maps if p.torch_name in named], named)
+        _same_trained(arrays.keys(), fields[field].keys())
+        found |= {path: arrays[leaf] for leaf, path in fields[field].items()}
     return found
 
 
@@ -133,37 +111,31 @@ def to_torch(arrays: Named, maps: Sequence[ParameterMap], like: TorchState) -> d
     `arrays` are those of optax's state, by path joined by "/"; `like` has kind and settings of the
     torch optimizer.
     """
-    fields = _fields(like, {path: array.shape for path, array in arrays.items()}, maps)
-    counts = {int(arrays[prefix]) for prefix, field in fields if field in COUNTERS}
+    fields, counters = _fields(like, {path: array.shape for path, array in arrays.items()}, maps)
+    counts = {int(arrays[path]) for path in counters}
     if len(counts) > 1 or (like.kind != "SGD" and not counts):
         raise ValueError(
             f"optax's state counts {sorted(counts)} updates in different places. Expected one "
             "number."
         )
     trained = [parameter for parameter in maps if parameter.torch_name in like.options]
-    slots = {field: slot for slot, field in like.fields.items()}
+    leaves = {s.path for parameter in trained for s in parameter.slices}
     found: dict[str, Array] = {}
-    for (_, field), paths in fields.items():
-        if field not in COUNTERS:
-            held = {leaf: arrays[path] for leaf, path in paths.items()}
-            _same_trained({s.path for parameter in trained for s in parameter.slices}, set(held))
-            named = parameter_map.to_torch(trained, held)
-            found |= {f"{slots[field]}/{name}": array for name, array in named.items()}
+    for slot, field in like.fields.items():
+        _same_trained(leaves, fields[field].keys())
+        held = {leaf: arrays[path] for leaf, path in fields[field].items()}
+        named = parameter_map.to_torch(trained, held)
+        found |= {f"{slot}/{name}": array for name, array in named.items()}
     if like.kind != "SGD":
         count = np.asarray(counts.pop(), np.float32)
         found |= {f"step/{name}": count for name in like.options}
     return found
 
 
-Fields = dict[tuple[str, str], dict[str, str]]
-
-
 def _fields(
-    state: TorchState,
-    wanted: Mapping[str, tuple[int, ...]],
-    maps: Sequence[ParameterMap],
-) -> Fields:
-    """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter.
+    state: TorchState, wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap]
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Optax's field -> JAX leaf -> whole path, and the paths of the counters.
 
     Raises unless both optimizers keep the same slots, by settings that both have, and no two
     trained biases would share one momentum in JAX.
@@ -179,26 +151,29 @@ def _fields(
                 "RNN; a GRU's weights cross, and its state with plain SGD only."
             )
     leaves = {s.path for parameter in maps for s in parameter.slices}
-    found: Fields = {}
+    found: dict[str, dict[str, str]] = {}
+    counters = []
     for path, shape in wanted.items():
         names = path.split("/")  # "0/trace/fc/kernel" is the field "0/trace" of "fc/kernel"
         ends = ("/".join(names[k:]) for k in range(1, len(names)))
-        leaf = next((end for end in ends if end in leaves), "")
-        prefix = path.removesuffix(f"/{leaf}") if leaf else path
-        field = prefix.rpartition("/")[2]
-        if not leaf and (field not in COUNTERS or shape != ()):
+        leaf = next((end for end in ends if end in leaves), None)
+        if leaf is not None:
+            found.setdefault(path.removesuffix(f"/{leaf}"), {})[leaf] = path
+        elif names[-1] in COUNTERS and shape == ():
+            counters.append(path)
+        else:
             raise ValueError(
                 f"optax's state has {path} {shape}, which torch.optim does not keep. Expected "
                 f"{expected} for each parameter, and counters."
             )
-        found.setdefault((prefix, field), {}).update({leaf: path} if leaf else {})
-    kept = sorted(field for _, field in found if field not in COUNTERS)
+    by_field = {prefix.rpartition("/")[2]: paths for prefix, paths in found.items()}
+    kept = sorted(prefix.rpartition("/")[2] for prefix in found)
     if kept != expected:
         raise ValueError(
             f"torch's {state.kind} keeps {expected} (in optax's words), but optax's state has "
             f"{kept}. Expected the same optimizer with the same settings on both sides."
         )
-    return found
+    return by_field, counters
 
 
 def _filled(state: TorchState, maps: Sequence[ParameterMap]) -> dict[str, Named]:
@@ -218,7 +193,7 @@ def _filled(state: TorchState, maps: Sequence[ParameterMap]) -> dict[str, Named]
     return found
 
 
-def _same_trained(torch: set[str], jax: set[str]) -> None:
+def _same_trained(torch: Set[str], jax: Set[str]) -> None:
     """Raise unless both optimizers train the same parameters."""
     if torch != jax:
         raise ValueError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ Array = NDArray[Any]
 class Axes:
     """Layout such as "(h d) i -> i h d", for arrays of one shape."""
 
-    torch: tuple[tuple[str, ...], ...]  # torch's axes, each some letters whose sizes multiply
-    jax: tuple[str, ...]  # letters in JAX's order
-    sizes: Mapping[str, int] = field(hash=False)
+    shape: tuple[int, ...]  # torch's
+    apart: tuple[int, ...]  # the same with a size for each letter
+    order: tuple[int, ...]  # JAX's axes, by their number in `apart`
 
     @classmethod
     def of(cls, layout: str, shape: Sequence[int], known: Mapping[str, int]) -> Axes | None:
@@ -35,36 +35,31 @@ class Axes:
         torch, jax = (_groups(side, spread) for side in (left, right))
         if len(torch) != len(shape):
             return None
-        sizes: dict[str, int] = {}
+        letters, apart = list[str](), list[int]()
         for group, size in zip(torch, shape, strict=True):
-            *first, last = group
-            inner = math.prod(known.get(letter, 0) for letter in first)
+            outer = [known.get(letter, 0) for letter in group[:-1]]
+            inner = math.prod(outer)
             if inner == 0 or size % inner:
                 return None
-            sizes |= {letter: known[letter] for letter in first} | {last: size // inner}
-        return cls(tuple(torch), tuple(letter for (letter,) in jax), sizes)
+            letters += group
+            apart += [*outer, size // inner]
+        order = tuple(letters.index(letter) for (letter,) in jax)
+        return cls(tuple(shape), tuple(apart), order)
 
     @property
     def jax_shape(self) -> tuple[int, ...]:
         """Shape of JAX's array."""
-        return tuple(self.sizes[letter] for letter in self.jax)
+        return tuple(self.apart[axis] for axis in self.order)
 
     def to_jax(self, array: Array) -> Array:
         """Return torch's array in JAX's layout."""
-        letters = self._letters()
-        apart = array.reshape([self.sizes[letter] for letter in letters])
-        return apart.transpose([letters.index(letter) for letter in self.jax])
+        return array.reshape(self.apart).transpose(self.order)
 
     def to_torch(self, array: Array, batch_axes: int = 0) -> Array:
         """Return JAX's array in torch's layout; leading batch axes are unchanged."""
-        order = [batch_axes + self.jax.index(letter) for letter in self._letters()]
-        merged = [math.prod(self.sizes[letter] for letter in group) for group in self.torch]
+        order = [batch_axes + self.order.index(axis) for axis in range(len(self.order))]
         back = array.transpose(*range(batch_axes), *order)
-        return back.reshape(*array.shape[:batch_axes], *merged)
-
-    def _letters(self) -> list[str]:
-        """Letters in torch's order."""
-        return [letter for group in self.torch for letter in group]
+        return back.reshape(*array.shape[:batch_axes], *self.shape)
 
 
 def _groups(side: str, spread: int = 1) -> list[tuple[str, ...]]:
@@ -87,7 +82,6 @@ class LeafSlice:
     """
 
     path: str  # joined by "/"
-    index: int  # in `jax.tree.leaves`
     noise_index: int  # among the trained leaves: number of the noise key
     rows: tuple[int, int] | None  # first and last + 1, on torch's axis 0; None for a scalar
     axes: Axes  # of the rows
@@ -109,28 +103,10 @@ class ParameterMap:
         """Paths of its JAX leaves, joined by ", "."""
         return ", ".join(s.path for s in self.slices)
 
-    def _only(self) -> LeafSlice:
-        """Slice of a parameter with exactly one JAX leaf."""
-        if len(self.slices) != 1:
-            raise ValueError(
-                f"{self.torch_name} is held by {len(self.slices)} JAX leaves ({self.jax_path}). "
-                "Expected one; port.to_torch converts parameters of several."
-            )
-        return self.slices[0]
-
-    @property
-    def jax_index(self) -> int:
-        """Index of its one JAX leaf in `jax.tree.leaves`."""
-        return self._only().index
-
-    def to_torch(self, array: Array, *, batch_axes: int = 0) -> Array:
-        """Return JAX's array in torch's layout, for a parameter with one JAX leaf."""
-        return self._only().axes.to_torch(array, batch_axes)
-
-    def from_slices(self, array_of: Callable[[LeafSlice], Array]) -> Array:
-        """Return torch's array, concatenated from `array_of(slice)` of each slice."""
-        arrays = [s.axes.to_torch(array_of(s)) for s in self.slices]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    def to_torch(self, arrays: Mapping[str, Array], batch_axes: int = 0) -> Array:
+        """Return torch's array, of JAX's by path; leading batch axes are unchanged."""
+        rows = [s.axes.to_torch(arrays[s.path], batch_axes) for s in self.slices]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows, batch_axes)
 
     def normals(self, draw: Callable[[int, tuple[int, ...]], Array]) -> Array:
         """Return portable normals: those of the JAX leaves, or separate ones for added rows.
@@ -143,7 +119,7 @@ class ParameterMap:
         """
         if any(s.is_added for s in self.slices):
             return draw(self.noise_stream, self.torch_shape)
-        return self.from_slices(lambda s: draw(s.noise_index, s.axes.jax_shape))
+        return self.to_torch({s.path: draw(s.noise_index, s.axes.jax_shape) for s in self.slices})
 
 
 def to_jax(maps: Sequence[ParameterMap], arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -168,11 +144,12 @@ def to_torch(maps: Sequence[ParameterMap], arrays: Mapping[str, Array]) -> dict[
 
     Of two biases that JAX holds as their sum, the first gets the sum and the second is zero.
     """
-
-    def array_of(s: LeafSlice) -> Array:
-        return np.zeros_like(arrays[s.path]) if s.is_added else arrays[s.path]
-
-    return {parameter.torch_name: parameter.from_slices(array_of) for parameter in maps}
+    found = {}
+    for parameter in maps:
+        held = {s.path: arrays[s.path] for s in parameter.slices}
+        held |= {s.path: np.zeros_like(arrays[s.path]) for s in parameter.slices if s.is_added}
+        found[parameter.torch_name] = parameter.to_torch(held)
+    return found
 
 
 def to_json(maps: Sequence[ParameterMap]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp.randomness.parallel import fill_between, fill_blocks
+from dualdp.randomness.parallel import fill_blocks
 
 Float64 = NDArray[np.float64]
 
@@ -40,7 +40,6 @@ CLIP_MARGIN = 1e-4
 BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
 _AES_BLOCK = 16  # bytes
 _KEY_BYTES = 32
-_ZEROS = bytes(8 * BLOCK)
 _MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
 
 
@@ -83,7 +82,7 @@ def keystream(key: bytes, first_block: int, num_bytes: int) -> bytes:
         ) from error
     counter = modes.CTR(first_block.to_bytes(_AES_BLOCK, "big"))
     encryptor = Cipher(algorithms.AES(key), counter).encryptor()
-    return encryptor.update(_ZEROS[:num_bytes] if num_bytes < len(_ZEROS) else bytes(num_bytes))
+    return encryptor.update(bytes(num_bytes))
 
 
 def words(bits: bytes, count: int, *, stream: int = 0) -> NDArray[np.uint64]:
@@ -98,39 +97,6 @@ def words(bits: bytes, count: int, *, stream: int = 0) -> NDArray[np.uint64]:
     return np.frombuffer(keystream(bits[-_KEY_BYTES:], stream << 64, 8 * count), dtype="<u8")
 
 
-def normals(bits: bytes, size: int, *, threads: int | None = None) -> Float64:
-    """Return (size,) standard normals in float64; element i depends on (bits, i) alone.
-
-    Guarantees:
-        Independent of the number of threads.  [test_normals_do_not_depend_on_threads]
-        Normal, out to 9.4 standard deviations, beyond which 4e-21 of a Gaussian lies.
-            [test_secure_normals_are_normal, test_the_tail_reaches_as_far_as_said]
-
-    Source: Box & Muller 1958, with tan of half the angle in place of cosine and sine.
-    """
-    return _noise_between(bits, 0, size, size=size, cells=None, threads=threads)
-
-
-def _noise_between(
-    bits: bytes, start: int, stop: int, *, size: int, cells: float | None, threads: int | None
-) -> Float64:
-    """Normals start..stop-1 of `size`; with `cells` those times it, rounded to integers."""
-    out, key = np.empty(stop - start), bits[-_KEY_BYTES:]
-
-    def draw(block: int, length: int) -> Float64:
-        whole = np.empty(BLOCK)
-        stretch = keystream(key, block * (8 * BLOCK // _AES_BLOCK), 8 * BLOCK)
-        box_muller(np.frombuffer(stretch, dtype="<u8"), whole)
-        drawn = whole[:length]
-        if cells is not None:
-            drawn *= cells
-            np.rint(drawn, out=drawn)
-        return drawn
-
-    fill_between(out, start, size=size, block=BLOCK, draw=draw, threads=threads)
-    return out
-
-
 def box_muller(raw: NDArray[Any], out: Float64) -> None:
     """Normals from as many words: the first half for radii, the second for angles.
 
@@ -138,21 +104,12 @@ def box_muller(raw: NDArray[Any], out: Float64) -> None:
     two normals.
     """
     half = raw.size // 2
-    cosine, sine = out[:half], out[half:]
-    u = (raw[:half] >> np.uint64(1)).view(np.int64).astype(np.float64)  # 63 bits
-    u += 0.5
-    u *= 2.0**-63  # in (0, 1]
-    np.log(u, out=u)
-    u *= -8.0
-    diameter = np.sqrt(u, out=u)  # twice the radius
-    np.multiply(raw[half:].view(np.int64), 0.5 * math.pi * 2.0**-63, out=sine)
-    t = np.tan(sine, out=sine)
-    np.multiply(t, t, out=cosine)
-    cosine += 1.0
-    np.divide(diameter, cosine, out=cosine)
-    np.multiply(cosine, t, out=sine)
-    diameter *= 0.5
-    cosine -= diameter
+    u = ((raw[:half] >> np.uint64(1)).view(np.int64) + 0.5) * 2.0**-63  # 63 bits, in (0, 1]
+    diameter = np.sqrt(-8.0 * np.log(u))  # twice the radius
+    t = np.tan(raw[half:].view(np.int64) * (0.5 * math.pi * 2.0**-63))
+    part = diameter / (t * t + 1.0)
+    np.subtract(part, 0.5 * diameter, out=out[:half])
+    np.multiply(part, t, out=out[half:])
 
 
 def grid_noise(
@@ -179,6 +136,11 @@ def grid_noise(
 
     Guarantees:
         A part is bit for bit that of the whole.  [test_secure_parts_are_those_of_the_whole]
+        Independent of the number of threads.  [test_normals_do_not_depend_on_threads]
+        Normal before it is rounded, out to 9.4 standard deviations, beyond which 4e-21 of a
+            Gaussian lies.  [test_secure_normals_are_normal, test_the_tail_reaches_as_far_as_said]
+
+    Source: Box & Muller 1958, with tan of half the angle in place of cosine and sine.
     """
     if cells > _MOST_CELLS:
         raise ValueError(
@@ -186,7 +148,19 @@ def grid_noise(
             "parameters. Expected at most 2**48; lower noise_multiplier."
         )
     stop = size if stop is None else stop
-    return _noise_between(bits, start, stop, size=size, cells=cells, threads=threads)
+    out, key, first = np.empty(stop - start), bits[-_KEY_BYTES:], start // BLOCK
+
+    def fill(number: int) -> None:
+        low, drawn = (first + number) * BLOCK, np.empty(BLOCK)  # each block is drawn as a whole
+        stretch = keystream(key, low * 8 // _AES_BLOCK, 8 * BLOCK)
+        box_muller(np.frombuffer(stretch, dtype="<u8"), drawn)
+        drawn *= cells
+        np.rint(drawn, out=drawn)
+        begin, end = max(start, low), min(stop, low + BLOCK)
+        out[begin - start : end - start] = drawn[begin - low : end - low]
+
+    fill_blocks(fill, -(-stop // BLOCK) - first if len(out) else 0, threads)
+    return out
 
 
 def noisy_sum(
@@ -201,12 +175,8 @@ def noisy_sum(
 
     def add(block: int) -> None:
         part = slice(block * BLOCK, (block + 1) * BLOCK)  # a block fits in the cache
-        whole = sums[part].astype(np.float64)
-        whole /= pitch
-        np.rint(whole, out=whole)
-        whole += noise[part]
-        whole *= pitch
-        out[part] = whole
+        whole = np.rint(sums[part].astype(np.float64) / pitch)
+        out[part] = (whole + noise[part]) * pitch
 
     fill_blocks(add, -(-sums.size // BLOCK), threads)
     return out

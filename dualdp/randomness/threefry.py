@@ -12,14 +12,15 @@ that of `jax_threefry_partitionable=True`, the default of JAX.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness.parallel import fill_between
+from dualdp.randomness.parallel import fill_blocks
 
 UInt32 = NDArray[np.uint32]
 
@@ -80,18 +81,8 @@ def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray
     if width not in (32, 64):
         raise ValueError(f"width={width!r} is unknown. Expected 32 or 64.")
     out = np.empty(shape, np.uint32 if width == 32 else np.uint64)
-
-    def draw(chunk: int, length: int) -> NDArray[Any]:
-        return _words(key, chunk, length, width)
-
-    fill_between(out.reshape(-1), 0, size=out.size, block=_CHUNK, draw=draw)
+    _fill(out.reshape(-1), 0, partial(bits_at, key, width=width))
     return out
-
-
-def _words(key: UInt32, chunk: int, length: int, width: int) -> NDArray[Any]:
-    """(length,) unsigned integers of 32 or 64 bits at the counters of a chunk."""
-    count = np.arange(chunk * _CHUNK, chunk * _CHUNK + length, dtype=np.uint64)
-    return bits_at(key, count, width=width)
 
 
 def bits_at(key: UInt32, index: NDArray[Any], *, width: int = 64) -> NDArray[Any]:
@@ -100,6 +91,17 @@ def bits_at(key: UInt32, index: NDArray[Any], *, width: int = 64) -> NDArray[Any
     high, low = (count >> np.uint64(32)).astype(np.uint32), count.astype(np.uint32)
     x, y = threefry2x32(key, high, low)
     return x ^ y if width == 32 else (x.astype(np.uint64) << np.uint64(32)) | y.astype(np.uint64)
+
+
+def _fill(out: NDArray[Any], start: int, draw: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+    """Fill `out` with what `draw` gives for the positions from `start` on."""
+
+    def fill(chunk: int) -> None:
+        part = out[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+        low = start + chunk * _CHUNK
+        part[:] = draw(np.arange(low, low + len(part), dtype=np.uint64))
+
+    fill_blocks(fill, -(-len(out) // _CHUNK))
 
 
 def _symmetric_uniform(words: NDArray[Any]) -> NDArray[Any]:
@@ -138,27 +140,26 @@ def normal(
     """
     if dtype not in (np.float32, np.float64):
         raise TypeError(f"dtype={dtype!r} is unknown. Expected numpy.float32 or numpy.float64.")
-    size = int(np.prod(shape))
-    return normal_between(key, 0, size, size=size, dtype=dtype).reshape(shape)
+    return normal_between(key, 0, int(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 def normal_between(
-    key: UInt32, start: int, stop: int, *, size: int, dtype: type[np.floating[Any]] = np.float32
+    key: UInt32, start: int, stop: int, *, dtype: type[np.floating[Any]] = np.float32
 ) -> NDArray[Any]:
-    """Return the numbers start..stop-1 of `normal(key, size)`, drawing only their chunks.
+    """Return the numbers start..stop-1 of the normals of a key, drawing only these.
 
     Guarantees:
         Bit for bit those of the whole array.  [test_portable_parts_are_those_of_the_whole]
     """
     from scipy.special import erfinv
 
-    out = np.empty(stop - start, dtype)
     width, inverse = (32, _erfinv32) if dtype is np.float32 else (64, erfinv)
 
-    def draw(chunk: int, length: int) -> NDArray[Any]:
-        words = _words(key, chunk, length, width)
-        normals: NDArray[Any] = dtype(math.sqrt(2)) * inverse(_symmetric_uniform(words))
+    def draw(index: NDArray[Any]) -> NDArray[Any]:
+        uniform = _symmetric_uniform(bits_at(key, index, width=width))
+        normals: NDArray[Any] = dtype(math.sqrt(2)) * inverse(uniform)
         return normals
 
-    fill_between(out, start, size=size, block=_CHUNK, draw=draw)
+    out = np.empty(stop - start, dtype)
+    _fill(out, start, draw)
     return out

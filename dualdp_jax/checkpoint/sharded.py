@@ -11,20 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 
 from dualdp import checkpoint
 from dualdp.checkpoint import PathLike, RunDocument
-from dualdp_jax.checkpoint.single_file import (
-    check_fits,
-    check_like,
-    check_saved,
-    loaded_engine,
-    named_arrays,
-    restored_state,
-    run_document,
-)
+from dualdp_jax.checkpoint import single_file
 from dualdp_jax.parallel.process_group import Group, on_first
 from dualdp_jax.training.engine import PrivacyEngine
 from dualdp_jax.training.step import TrainState
@@ -52,20 +42,20 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
         Resumed, on this mesh or another, the run goes on where it was.
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
-    check_saved(state, engine)
+    single_file.check_saved(state, engine)
     ocp = _orbax()
 
-    arrays, group = named_arrays(state), engine.group
+    arrays, group = single_file.named_arrays(state), engine.group
 
     def describe() -> tuple[int, RunDocument]:
         checkpoint.make_folder(folder)
-        document = run_document(state, engine, folder)
+        document = single_file.run_document(state, engine, folder)
         document["arrays"] = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         return 1 + max(checkpoint.numbers(folder), default=0), document
 
     number, document = on_first(group, "the sharded checkpoint", describe)
     args = ocp.args
-    parts = args.Composite(arrays=args.PyTreeSave(arrays), run=args.JsonSave(document))
+    parts = args.Composite(arrays=args.StandardSave(arrays), run=args.JsonSave(document))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
         writer.save(checkpoint.numbered(folder, number), args=parts)
 
@@ -92,12 +82,12 @@ def load_sharded_checkpoint(
         ModuleNotFoundError: Orbax is not installed.
         ValueError: it is of another model or optimizer.
     """
-    check_like(like)
+    single_file.check_like(like)
     number, document = _document(folder)
-    check_fits(document["arrays"], like)
-    arrays = _arrays(folder, number, named_arrays(like))
-    state = restored_state(arrays, document["position"], like)
-    return state, loaded_engine(state, document, folder, ledger)
+    single_file.check_fits(document["arrays"], like)
+    arrays = _arrays(folder, number, single_file.named_arrays(like))
+    state = single_file.restored_state(arrays, document["position"], like)
+    return state, single_file.loaded_engine(state, document, folder, ledger)
 
 
 def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
@@ -114,12 +104,10 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
         ModuleNotFoundError: Orbax is not installed.
     """
     number, document = _document(folder)
-    arrays = _arrays(folder, number, dict.fromkeys(document["arrays"]))
-    low = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    arrays |= {name: arrays[name].view(np.uint16) for name in low}
-    moved = {**checkpoint.relocated(document, folder, path), "bfloat16": low}
+    types = {name: jax.ShapeDtypeStruct(s, t) for name, (t, s) in document["arrays"].items()}
+    moved = checkpoint.relocated(document, folder, path)
     del moved["arrays"]
-    checkpoint.write(path, arrays, moved)
+    single_file.write_file(path, _arrays(folder, number, types), moved)
 
 
 def _orbax() -> Any:
@@ -143,26 +131,20 @@ def _document(folder: PathLike) -> tuple[int, RunDocument]:
         group, "the newest checkpoint", lambda: max(checkpoint.numbers(folder), default=0)
     )
     checkpoint.require_numbered(folder, newest)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        parts = ocp.args.Composite(run=ocp.args.JsonRestore())
-        document = reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"]
+    document = _restored(folder, newest, run=ocp.args.JsonRestore())["run"]
     checkpoint.require_version(document, str(folder))
     return newest, document
 
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays for None."""
+    """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays."""
+    target = _orbax().args.StandardRestore(dict(like))
+    return dict(_restored(folder, number, arrays=target)["arrays"])
+
+
+def _restored(folder: PathLike, number: int, **parts: Any) -> Mapping[str, Any]:
+    """Parts of a checkpoint, by Orbax."""
     ocp = _orbax()
-
-    def how(leaf: jax.Array | np.ndarray | None) -> Any:
-        if isinstance(leaf, jax.Array):
-            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-
-    restore_args = {name: how(leaf) for name, leaf in like.items()}
-    item = {name: 0 if leaf is None else leaf for name, leaf in like.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        parts = ocp.args.Composite(
-            arrays=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-        )
-        return dict(reader.restore(checkpoint.numbered(folder, number), args=parts)["arrays"])
+        name = checkpoint.numbered(folder, number)
+        return reader.restore(name, args=ocp.args.Composite(**parts))  # type: ignore[no-any-return]

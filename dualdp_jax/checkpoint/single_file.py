@@ -23,7 +23,8 @@ from dualdp_jax.parallel.process_group import Group, on_first
 from dualdp_jax.training.engine import Loaded, PrivacyEngine
 from dualdp_jax.training.step import TrainState
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Array = jax.Array | np.ndarray
+Arrays = dict[str, np.ndarray]
 
 
 def save_checkpoint(path: PathLike, *, state: TrainState, engine: PrivacyEngine) -> None:
@@ -49,15 +50,19 @@ def save_checkpoint(path: PathLike, *, state: TrainState, engine: PrivacyEngine)
             [test_two_resumed_runs_differ]
     """
     check_saved(state, engine)
-    group = engine.group
     arrays = {name: whole(array) for name, array in named_arrays(state).items()}
-    low = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    arrays |= {name: arrays[name].view(np.uint16) for name in low}  # NumPy lacks bfloat16
 
     def write() -> None:
-        checkpoint.write(path, arrays, {**run_document(state, engine, path), "bfloat16": low})
+        write_file(path, arrays, run_document(state, engine, path))
 
-    on_first(group, "the checkpoint", write)
+    on_first(engine.group, "the checkpoint", write)
+
+
+def write_file(path: PathLike, arrays: Arrays, document: RunDocument) -> None:
+    """Write arrays and document of a checkpoint; bfloat16, which NumPy lacks, as uint16."""
+    low = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    stored = {**arrays, **{name: arrays[name].view(np.uint16) for name in low}}
+    checkpoint.write(path, stored, {**document, "bfloat16": low})
 
 
 def load_checkpoint(
@@ -124,7 +129,7 @@ def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> Ru
     )
 
 
-def check_saved(state: object, engine: object) -> None:
+def check_saved(state: TrainState, engine: PrivacyEngine) -> None:
     """Refuse what is no state or engine, before anything is saved."""
     if not isinstance(engine, PrivacyEngine):
         raise TypeError(f"engine is {_validate.kind(engine)}. Expected the run's PrivacyEngine.")
@@ -191,7 +196,7 @@ def _is_key(leaf: PyTree) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def check_like(like: object) -> None:
+def check_like(like: TrainState) -> None:
     """Refuse anything but a `TrainState`."""
     if not isinstance(like, TrainState):
         raise TypeError(
@@ -217,7 +222,7 @@ def check_fits(saved: Mapping[str, tuple[Any, Any]], like: TrainState) -> None:
             )
 
 
-def restored_state(arrays: Mapping[str, Any], position: int, like: TrainState) -> TrainState:
+def restored_state(arrays: Mapping[str, Array], position: int, like: TrainState) -> TrainState:
     """Return the saved state, in the structure and with the kinds of leaves of `like`."""
 
     def restored(name: str, leaf: PyTree) -> PyTree:

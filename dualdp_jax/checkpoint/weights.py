@@ -12,33 +12,27 @@ import numpy as np
 
 from dualdp import _validate
 from dualdp_jax import compat
-from dualdp_jax.checkpoint import optimizer_state as optimizer_state
 from dualdp_jax.compat import PyTree
 
-Path = tuple[str, ...]
 
-
-def leaves(params: PyTree) -> list[tuple[Path, tuple[int, ...]]]:
-    """Return the path and shape of every parameter, in the order of `jax.tree.leaves`.
+def leaves(params: PyTree) -> dict[str, tuple[int, ...]]:
+    """Return a mapping from path, joined by "/", to shape, in the order of `jax.tree.leaves`.
 
     `params` is a linen or nested dict, `nnx.Module` (its `nnx.Param`s and `nnx.BatchStat`s),
     `nnx.State`, or any pytree.
     """
-    return [(path, leaf.shape) for path, leaf in _flat(params)]
+    return {path: leaf.shape for path, leaf in _flat(params)}
 
 
-def to_numpy(params: PyTree) -> list[np.ndarray]:
-    """Return the parameters as NumPy arrays, in the order of `leaves`.
+def to_numpy(params: PyTree) -> dict[str, np.ndarray]:
+    """Return a mapping from path, joined by "/", to array, in the order of `leaves`.
 
     bfloat16, which torch does not take from NumPy, becomes float32.
     """
-    found = [leaf for _, leaf in _flat(params)]
-    return [np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for leaf in found]
-
-
-def to_named(params: PyTree) -> dict[str, np.ndarray]:
-    """Return a mapping from path, joined by "/", to array as in `to_numpy`."""
-    return dict(zip(map("/".join, dict(leaves(params))), to_numpy(params), strict=True))
+    return {
+        path: np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None)
+        for path, leaf in _flat(params)
+    }
 
 
 def from_named(like: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
@@ -48,11 +42,10 @@ def from_named(like: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
     """
     new = []
     for path, leaf in _flat(like):
-        array = arrays["/".join(path)]
+        array = arrays[path]
         if leaf.shape != np.shape(array):
             raise ValueError(
-                f"The array for {'/'.join(path)!r} has shape {np.shape(array)}. Expected "
-                f"{leaf.shape}."
+                f"The array for {path!r} has shape {np.shape(array)}. Expected {leaf.shape}."
             )
         new.append(jnp.asarray(array, leaf.dtype))
     return jax.tree.unflatten(jax.tree.structure(_tree(like)), new)
@@ -64,15 +57,13 @@ def _tree(params: PyTree) -> PyTree:
     return params if nnx is None else nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
 
 
-def _flat(params: PyTree) -> list[tuple[Path, Any]]:
-    """(path, array) of every leaf."""
+def _flat(params: PyTree) -> list[tuple[str, Any]]:
+    """(path joined by "/", array) of every leaf."""
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(_tree(params))[0]:
         keys = compat.variable_path(path)
-        words = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
         if not isinstance(leaf, jax.Array | np.ndarray):
-            raise TypeError(
-                f"The parameter {'/'.join(words)!r} is {_validate.kind(leaf)}. Expected an array."
-            )
-        found.append((words, leaf))
+            raise TypeError(f"The parameter {name!r} is {_validate.kind(leaf)}. Expected an array.")
+        found.append((name, leaf))
     return found

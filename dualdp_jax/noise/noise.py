@@ -236,7 +236,10 @@ def noised_mean(sums: Grads, noise: Noise, on_all: Sharding | None = None) -> Gr
 
 
 def _normals(
-    key: Array, like: Sequence[Any], is_fast: bool, on_all: Sharding | None = None
+    key: Array,
+    like: Sequence[Array | jax.ShapeDtypeStruct],
+    is_fast: bool,
+    on_all: Sharding | None = None,
 ) -> Leaves:
     """Standard normals in the shapes and dtypes, float32 or float64, of leaves.
 
@@ -259,7 +262,7 @@ def _normals(
     ]
 
 
-def _layout_of(sums: Sequence[Any]) -> Layout:
+def _layout_of(sums: Sequence[PyTree]) -> Layout:
     places = [x.sharding if getattr(x, "committed", False) else None for x in sums]
     return tuple(
         jax.ShapeDtypeStruct(x.shape, jnp.result_type(jnp.float32, x), sharding=place)
@@ -283,7 +286,7 @@ def _on_host(sums: Sequence[Array], release: Release, bits: bytes, dtype: np.dty
     return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
 
 
-def _like(part: NDArray[np.int32], leaf: Any) -> Array:
+def _like(part: NDArray[np.int32], leaf: PyTree) -> Array:
     """Noise in the shape of a sum, sharded like it."""
     part = part.reshape(leaf.shape)
     if not compat.spans_devices(leaf):
@@ -311,7 +314,7 @@ def _on_grid(total: jax.Array, high: Array, low: Array, pitch: Array, per_unit: 
 def noisy_mean(
     grads: Grads,
     plan: PrivacyPlan | Chunk,
-    step: Any = None,
+    step: PyTree = None,
     *,
     max_grad_norm: float | None = None,
     key: Array | None = None,
@@ -353,7 +356,8 @@ def noisy_mean(
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
     if isinstance(plan, Chunk):
-        step, loop, plan = plan.step if step is None else step, plan.loop, plan.plan
+        step = plan.step if step is None else step
+        loop, plan = plan.origin.loop, plan.plan
     else:
         require_plan(plan)
         loop = own_loops.loop_of(plan)
@@ -375,7 +379,7 @@ def noisy_mean(
         )
     source = None if loop is None else loop.source
     source = source if isinstance(source, NoiseSource) else NoiseSource(plan)
-    if compat.in_trace() or compat.is_traced(grads, step, key):
+    if not compat.is_eager() or compat.is_traced(grads, step, key):
         _check_trace(grads, key)
     else:
         step = checked_step(plan, step)
@@ -441,7 +445,7 @@ def _keyed_mean(
         return noised_mean(grads, Noise(kind(key, stddev), size))
 
     @noisy.def_vmap
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: PyTree) -> NoReturn:
         raise TypeError(
             "noisy_mean (or add_noise) is inside vmap, where one release would be accounted for "
             "many. Expected vmap around the clipped sums alone."
@@ -461,7 +465,7 @@ def _at(plan: PrivacyPlan, step: int | Array, *names: str) -> Array | float:
             f"{names[0]} follows a schedule without end. Expected num_steps= in the plan."
         )
     steps = np.arange(plan.num_steps)
-    table = np.prod([np.asarray(getattr(plan, name).at(steps)) for name in names], axis=0)
+    table = np.prod([plan.values(name, steps) for name in names], axis=0)
     return jnp.asarray(table).at[step].get(mode="fill", fill_value=math.nan)
 
 
@@ -528,7 +532,7 @@ def add_noise(plan: PrivacyPlan) -> optax.GradientTransformationExtraArgs:
         params: PyTree = None,
         *,
         key: Array | None = None,
-        **_: object,
+        **_: PyTree,
     ) -> tuple[PyTree, AddNoiseState]:
         mean = noisy_mean(sums, plan, state.step, key=key)
         return mean, AddNoiseState(state.step + 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -115,21 +115,13 @@ class DataMesh:
     def state(self, state: PyTree) -> PyTree:
         """Return the state with every array `placed`."""
 
-        def place(path: tuple[object, ...], leaf: PyTree) -> PyTree:
-            return self.placed(jax.tree_util.keystr(path), leaf)
+        def placed(name: str, tree: PyTree) -> PyTree:
+            paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+            leaves = [self.placed(name + jax.tree_util.keystr(path), leaf) for path, leaf in paths]
+            return jax.tree.unflatten(treedef, leaves)
 
-        params, opt_state = jax.tree_util.tree_map_with_path(place, tuple(state[:2]))
+        params, opt_state = placed("params", state.params), placed("opt_state", state.opt_state)
         return state._replace(params=params, opt_state=opt_state)
-
-    def others(self, arrays: Sequence[PyTree]) -> list[PyTree]:
-        """Return arrays of the model that are not trained, on the mesh."""
-        return [self.placed("params", leaf) for leaf in arrays]
-
-    def model(self, parameters: PyTree) -> PyTree:
-        """Return the model with its arrays on the mesh."""
-        named = zip(parameters.names, parameters.trained, strict=True)
-        trained = [self.placed(f"params[{name!r}]", leaf) for name, leaf in named]
-        return replace(parameters, trained=trained, others=self.others(parameters.others))
 
     def spread(self, function: Callable[..., PyTree], like: PyTree) -> Callable[..., PyTree]:
         """Extend a function of the rows of one shard to all rows.

@@ -8,7 +8,6 @@ stop with an error that names both, instead of mistaking one message for another
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import pickle
 import re
@@ -19,7 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_WORD = 8  # bytes of a hash, and of a length
+from dualdp_jax.compat import PyTree
+
 #: Prefixes of XLA's errors for a broken connection; some are raised as ValueError.
 _LOST = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 Result = TypeVar("Result")
@@ -67,22 +67,22 @@ class Group:
         Raises:
             RuntimeError: a process is elsewhere, or is lost.
         """
-        body = pickle.dumps(value)
+        body = pickle.dumps((point, value))
         with self.collective(point):
-            head = _digest(point)[:_WORD] + len(body).to_bytes(_WORD, "little")
-            heads = _exchanged(head, 2 * _WORD)
-            if len({head[:_WORD] for head in heads}) > 1:
-                names = [name.rstrip(b"\0").decode() for name in _exchanged(point.encode(), 128)]
-                other = next(rank for rank, name in enumerate(names) if name != names[0])
+            lengths = _exchanged(len(body).to_bytes(8, "little"))
+            # A power of two, so that few lengths are compiled; a pickle ends before its padding.
+            longest = max(int.from_bytes(length, "little") for length in lengths)
+            size = 1 << longest.bit_length()
+            found = [pickle.loads(other) for other in _exchanged(body.ljust(size, b"\0"))]
+        first, _ = found[0]
+        for rank, (other, _) in enumerate(found):
+            if other != first:
                 raise RuntimeError(
-                    f"Process 0 is at {names[0]} and process {other} at {names[other]}. Expected "
+                    f"Process 0 is at {first} and process {rank} at {other}. Expected "
                     "every process to do the same: the same number of batches, and each call of "
                     "this library on all of them (make_private, save_checkpoint, resume)."
                 )
-            lengths = [int.from_bytes(head[_WORD:], "little") for head in heads]
-            # A power of two, so that few lengths are compiled.
-            bodies = _exchanged(body, 1 << max(lengths).bit_length())
-        return [pickle.loads(found) for found in bodies]  # which end before their padding
+        return [theirs for _, theirs in found]
 
     def on_first(self, point: str, call: Callable[[], Result]) -> Result:
         """Call on process 0 alone; return its result, or raise its error, on every process."""
@@ -101,7 +101,7 @@ class Group:
     def require_same(
         self,
         what: str,
-        value: object,
+        value: PyTree,
         hint: str = "Start them alike.",
         *,
         shown: bool = True,
@@ -143,7 +143,7 @@ def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Res
     return call() if group is None else group.on_first(point, call)
 
 
-def _difference(ours: object, theirs: object, name: str) -> tuple[str, object, object]:
+def _difference(ours: PyTree, theirs: PyTree, name: str) -> tuple[str, PyTree, PyTree]:
     """Name of the first field in which two JSON values differ, and both values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:
@@ -161,11 +161,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
-
-
-def _exchanged(message: bytes, size: int) -> list[bytes]:
-    """Messages of all processes, each padded to `size` bytes."""
-    padded = np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)
-    return [row.tobytes() for row in multihost_utils.process_allgather(padded)]
+def _exchanged(message: bytes) -> list[bytes]:
+    """Messages of all processes, which have one length."""
+    found = multihost_utils.process_allgather(np.frombuffer(message, np.uint8))
+    return [row.tobytes() for row in found]

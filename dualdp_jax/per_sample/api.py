@@ -139,7 +139,7 @@ def check(loss_fn: LossFn, what: PyTree, *batch: PyTree, **options: Any) -> None
         TypeError: inside `jit`, where there are no numbers.
         ValueError: no example.
     """
-    if compat.in_trace():
+    if not compat.is_eager():
         raise TypeError("check was called inside jit, where there are no numbers. Call it outside.")
     if not isinstance(batch[0] if batch else None, Chunk):
         options = {"max_grad_norm": 1.0, **options}

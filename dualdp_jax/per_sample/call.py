@@ -6,6 +6,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,8 @@ from dualdp_jax import compat
 from dualdp_jax.chunk import Frame, Origin, is_array
 from dualdp_jax.per_sample import units
 from dualdp_jax.per_sample.parameters import Parameters, split
-from dualdp_jax.per_sample.units import Loss, Row
-
-PyTree = Any
-Array = jax.Array
+from dualdp_jax.per_sample.program import Program
+from dualdp_jax.per_sample.units import Array, PyTree, Row
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,6 @@ class Options:
     origin: Origin | None = None
 
 
-class Program(NamedTuple):
-    """Traced jaxpr of the loss of one example."""
-
-    #: open jaxpr over (trained leaves, shared arrays, row); its first result is the loss, the
-    #: rest is aux.
-    jaxpr: Any
-    consts: Sequence[Array]  # arrays that the loss closes over
-    structure: jax.tree_util.PyTreeDef  # of (loss, aux)
-
-
 class Call(NamedTuple):
     """One call of a per-sample function; the input of every method."""
 
@@ -88,45 +77,24 @@ class Call(NamedTuple):
     rows: Row  # arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples
     num_examples: int
     shared: PyTree  # what all examples share beside the parameters: other arrays, key
-    #: callable (trained leaves, shared, row) -> (loss (), aux) of one example.
-    loss_of: Loss
-    live: Array | None = None  # (n,) bool, False for units whose rows all have weight 0
-    known: Program | None = None  # cached by `traced`
-    analysis: Any = None  # `capture.Analysis` cached by `capture.analyzed`
-
-    @property
-    def program(self) -> Program:
-        """Traced loss for rows of these shapes."""
-        if self.known is not None:
-            return self.known
-        row = jax.tree.map(compat.type_of_row, self.rows)
-        closed, structure = compat.trace(self.loss_of, self.parameters.trained, self.shared, row)
-        return Program(*compat.open_jaxpr(closed), structure)
-
-    def traced(self) -> Call:
-        """Return the same call (n >= 1) with the traced loss cached."""
-        return self._replace(known=self.program)
+    program: Program  # loss of one example
 
     def by(self, method: str) -> Call:
         """Return the same call by this method."""
         return self._replace(options=replace(self.options, method=method))
 
     def loss(self, trained: list[Array], row: Row) -> tuple[Array, PyTree]:
-        """Return (loss (), aux) of one example by the user's function."""
-        return self.loss_of(trained, self.shared, row)
-
-    def traced_loss(self, trained: list[Array], row: Row) -> Array:
-        """Return the loss () of one example by the traced program; nothing is traced again."""
-        inputs = jax.tree.leaves((trained, self.shared, row))
-        return compat.evaluated(self.program.jaxpr, self.program.consts, *inputs)[0]
+        """Return (loss (), aux) of one example."""
+        return self.program(trained, self.shared, row)
 
 
 def build(
     loss_fn: Callable[..., Any], what: PyTree, batch: tuple[PyTree, ...], options: Options
 ) -> Call:
-    """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
+    """Check the arguments of a call, bring them to normal form, and trace the loss.
 
     `what` may be `Parameters` from an earlier split. The examples of the call are the units.
+    Without any, `loss_fn` is not called.
     """
     key, positions = options.key, options.positions
     parameters = what if isinstance(what, Parameters) else split(what, options.trainable)
@@ -166,14 +134,20 @@ def build(
             raise _failure_of_one(error, arguments, options.keep_batch_dim) from error
 
     rows = [jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions)
-    rows, loss_of, live = units.grouped(rows, loss, rows_per_unit, weights)
+    rows, loss_of = units.grouped(rows, loss, rows_per_unit, weights)
     shared, count = (parameters.others, key), num_rows // rows_per_unit
-    call = Call(parameters, options, rows, count, shared, loss_of, live, options.program)
+    trace = partial(Program.of, loss_of if count else _no_loss)
+    program = options.program or trace(parameters.trained, shared, rows)
+    call = Call(parameters, options, rows, count, shared, program)
     inside = compat.manual_axes((rows, parameters.trained, shared))
-    return _of_each_device(call, inside) if inside and count else call
+    return _of_each_device(call, inside, trace) if inside else call
 
 
-def _of_each_device(call: Call, inside: set[str]) -> Call:
+def _no_loss(*_: PyTree) -> tuple[Array, PyTree]:
+    return jnp.zeros(()), None
+
+
+def _of_each_device(call: Call, inside: set[str], trace: Callable[..., Program]) -> Call:
     """Mark the parameters of a call inside a `shard_map` as varying over its devices.
 
     jax sums the gradient of a replicated parameter over the devices; each device has its own
@@ -199,7 +173,9 @@ def _of_each_device(call: Call, inside: set[str]) -> Call:
     trained, rows = jax.tree.map(
         lambda leaf: compat.vary(leaf, axes), (call.parameters.trained, call.rows)
     )
-    return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
+    program = trace(trained, call.shared, rows) if axes else call.program
+    parameters = replace(call.parameters, trained=trained)
+    return call._replace(parameters=parameters, rows=rows, program=program)
 
 
 def split_batch(batch: tuple[PyTree, ...]) -> tuple[list[Array], int, Callable[..., Any]]:
@@ -240,25 +216,18 @@ def split_batch(batch: tuple[PyTree, ...]) -> tuple[list[Array], int, Callable[.
 
 def refuse_unsplit_numbers(batch: PyTree, n: int) -> None:
     """Refuse a sequence of n numbers that is no array: every example would get all of them."""
-    for node in _sequences(batch):
-        if len(node) == n > 1 and all(map(_holds_numbers, node)):
+
+    def is_one(node: PyTree) -> bool:
+        is_sequence = isinstance(node, Sequence) and not isinstance(node, str)
+        return is_sequence and len(node) == n > 1 and all(map(_holds_numbers, node))
+
+    for node in jax.tree.leaves(batch, is_leaf=is_one):
+        if is_one(node):
             raise TypeError(
                 f"The batch holds a {type(node).__name__} of {n} Python numbers, one for each "
                 "example, and only arrays are split: every example would see the numbers of all "
                 "others. Expected an array, such as np.asarray(y)."
             )
-
-
-def _sequences(tree: PyTree) -> Iterator[Any]:
-    """Lists, tuples and other sequences of the items below a pytree, except text."""
-
-    def is_sequence(node: Any) -> bool:
-        return isinstance(node, Sequence) and not isinstance(node, str) and node is not tree
-
-    for node in filter(is_sequence, jax.tree.leaves(tree, is_leaf=is_sequence)):
-        yield node
-        if isinstance(node, list | tuple):
-            yield from _sequences(node)
 
 
 def _holds_numbers(value: PyTree) -> bool:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import Options, PyTree, build
-from dualdp_jax.per_sample.capture import analyzed
-from dualdp_jax.per_sample.gradients import by_cost, never, unformed_uses
-from dualdp_jax.per_sample.methods import KEEPS, check_method, way_of
+from dualdp_jax.per_sample.gradients import Gradients, captured, keeps
+from dualdp_jax.per_sample.methods import RULED, check_method, way_of
 
 
 @compat.promoting
@@ -51,23 +52,23 @@ def explain(
     call = build(loss_fn, what, batch, given)
     if call.num_examples == 0:
         raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
-    call = analyzed(call)
-    taken, names = call.analysis.uses_of(call.num_examples), call.parameters.names
-    way, keeps = way_of(call, call.num_examples), KEEPS.get(method, by_cost)
-    unformed = unformed_uses(taken, call.analysis.kept, never)
-    users = {number: len(group) for group in unformed.values() for number in group}
+    seen: list[Gradients] = []
+    jax.eval_shape(lambda rows: seen.append(captured("book_keeping", call, rows)), call.rows)
+    (found,), names = seen, call.parameters.names
+    users = {id(use): len(group) for group in found.uses.values() for use in group}
+    way, by = way_of(call, call.num_examples), method if method in RULED else "auto"
     uses = [
         {
-            "parameters": [names[index] for index in sorted(captured.use.sources)],
-            "primitive": captured.use.primitive,
-            "form": {0: "gradients", 1: captured.choice.form}.get(users.get(number, 0), "pairs"),
-            "keeps": keeps(captured) or number not in users,
+            "parameters": [names[index] for index in sorted(use.use.sources)],
+            "primitive": use.use.primitive,
+            "form": {0: "gradients", 1: use.choice.form}.get(users.get(id(use), 0), "pairs"),
+            "keeps": keeps(by, use) or id(use) not in users,
         }
-        for number, captured in enumerate(taken)
+        for use in found.captured
     ]
     return {
         "method": method,
         "way": way if way in ("vmap", "loop") else "uses",
         "uses": uses,
-        "instantiated": [names[index] for index in call.analysis.kept],
+        "instantiated": [names[index] for index in sorted(call.program.analysis.wanted)],
     }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,29 +13,19 @@ import jax.numpy as jnp
 from dualdp_jax import compat
 from dualdp_jax.per_sample import tied
 from dualdp_jax.per_sample.call import Array, Call, PyTree, Row
-from dualdp_jax.per_sample.capture import CapturedUse, analyzed, capture
 from dualdp_jax.per_sample.clip import Clip
+from dualdp_jax.per_sample.program import CapturedUse
 from dualdp_jax.per_sample.squared_norms import Accuracy, accurate
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.base import form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients
 
-Keeps = Callable[[CapturedUse], bool]  # True if the per-sample gradients of a use are kept
 
-
-def by_cost(use: CapturedUse) -> bool:
-    """Return the cost model's decision whether to keep the gradients of a use."""
+def keeps(method: str, use: CapturedUse) -> bool:
+    """Return True if a method keeps the per-sample gradients of a use; "auto" goes by cost."""
+    if method != "auto":
+        return method == "materialize"
     return form_of("kept" if use.choice.keeps else "dropped", "kept", "dropped") == "kept"
-
-
-def never(_: CapturedUse) -> bool:
-    """False: form only the per-sample gradients that cannot be avoided."""
-    return False
-
-
-def always(_: CapturedUse) -> bool:
-    """True: form and keep every per-sample gradient."""
-    return True
 
 
 class Gradients(NamedTuple):
@@ -108,36 +98,30 @@ def differentiated(each: compat.Map, call: Call, rows: Row) -> Gradients:
     return Gradients(call.parameters.trained, losses, aux, dict(enumerate(grads)))
 
 
-def captured(keeps: Keeps, call: Call, rows: Row) -> Gradients:
+def captured(method: str, call: Call, rows: Row) -> Gradients:
     """Capture the uses of a batch, and form the per-sample gradients that have to be formed.
 
     These belong to parameters with several uses (their gradients add up before the norm is taken)
     unless pairs of positions are cheaper, to weights computed from parameters by more than a
-    rearrangement, and to uses for which `keeps` is True.
+    rearrangement, and to uses that the method keeps.
     """
-    losses, aux, every, kept = capture(call, rows)
-    numbers = unformed_uses(every, kept, keeps)
-    uses = {index: [every[number] for number in own] for index, own in numbers.items()}
-    spared = {number for own in numbers.values() for number in own}
-    formed = [use for number, use in enumerate(every) if number not in spared]
+    losses, aux, every, kept = call.program.capture(call.parameters.trained, call.shared, rows)
+    users: dict[int, list[CapturedUse]] = {}
+    for use in every:
+        for index in use.use.sources:
+            users.setdefault(index, []).append(use)
+    uses = {i: own for i, own in users.items() if i not in kept and _are_spared(method, own)}
+    spared = {id(use) for own in uses.values() for use in own}
+    formed = [use for use in every if id(use) not in spared]
     total = _gradients(call.parameters.trained, formed, kept)
     return Gradients(call.parameters.trained, losses, aux, total, uses, every)
 
 
-def unformed_uses(
-    uses: Sequence[CapturedUse], kept: Iterable[int], keeps: Keeps
-) -> dict[int, list[int]]:
-    """Return the use numbers of each parameter whose norm and sum need no formed gradient."""
-    numbers: dict[int, list[int]] = {}
-    for number, (use, *_) in enumerate(uses):
-        for index in use.sources:
-            numbers.setdefault(index, []).append(number)
-
-    def is_spared(index: int, own: list[CapturedUse]) -> bool:
-        is_plain = index not in kept and all(use.use.is_rearrangement for use in own)
-        return is_plain and not any(map(keeps, own)) and (len(own) == 1 or tied.prefers_pairs(own))
-
-    return {i: own for i, own in numbers.items() if is_spared(i, [uses[k] for k in own])}
+def _are_spared(method: str, uses: Sequence[CapturedUse]) -> bool:
+    """True if the norm and the sum of a parameter with these uses need no formed gradient."""
+    is_plain = all(use.use.is_rearrangement for use in uses)
+    is_plain = is_plain and not any(keeps(method, use) for use in uses)
+    return is_plain and (len(uses) == 1 or tied.prefers_pairs(uses))
 
 
 def _gradients(
@@ -159,9 +143,7 @@ def second_pass(call: Call, rows: Row, clip: Clip, factors: dict[str, Array]) ->
 
     Source: Lee & Kifer 2021, algorithm 2; Li et al. 2022, section 4.
     """
-    each = compat.mapping(
-        lambda: analyzed(call).analysis.convolves, (rows, call.parameters.trained)
-    )
+    each = call.program.mapping((rows, call.parameters.trained))
     sums: dict[int, Array] = {}
     for group, factor in factors.items():
         members = [i for i, own in enumerate(clip.groups) if own == group]
@@ -181,7 +163,7 @@ def check_second_pass(call: Call, rows: Row) -> None:
             "method='two_pass' multiplies the loss by the clip factor, and a custom_vjp in it may "
             f"not hand that factor on, so that contributions would exceed the bound. {advice}"
         )
-    backward, _ = compat.trace(jax.grad(call.traced_loss), trained, shapes)
+    backward, _ = compat.trace(jax.grad(call.loss, has_aux=True), trained, shapes)
     low = compat.low_precision_dtypes(compat.open_jaxpr(backward)[0])
     low |= compat.low_precision_dtypes(forward)
     if low:
@@ -204,7 +186,7 @@ def reweighted(
         values = list(trained)
         for member, part in zip(members, parts, strict=True):
             values[member] = part
-        losses = each(lambda row: call.traced_loss(values, row))(rows)
+        losses = each(lambda row: call.loss(values, row)[0])(rows)
         return jnp.sum(widen(losses) * factor.astype(widen(losses).dtype))
 
     grads = jax.grad(total)([trained[member] for member in members])

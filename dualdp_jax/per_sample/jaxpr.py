@@ -44,7 +44,6 @@ class ParameterUse:
 
     Attributes:
         primitive: name of the equation's primitive.
-        rule: `Rule` of the primitive.
         spec: `Spec` with the equation's parameters and the position of the weight.
         result: type of the result.
         loops: per loop around the use, outermost first, True if the weight differs at every step.
@@ -55,7 +54,6 @@ class ParameterUse:
     """
 
     primitive: str
-    rule: Rule
     spec: Spec
     result: ResultType
     loops: tuple[bool, ...]
@@ -63,6 +61,11 @@ class ParameterUse:
     is_rearrangement: bool
     order: tuple[int, ...] | None
     pull: Callable[[Sequence[Array], Array], dict[int, Array]]
+
+    @property
+    def rule(self) -> Rule:
+        """Rule of the primitive."""
+        return RULES[self.primitive]
 
 
 class DeferredUse(NamedTuple):
@@ -83,20 +86,15 @@ Item = Array | Derived | DeferredUse
 class Scope:
     """State of one jaxpr evaluation: the whole loss (with inlined calls), or the body of a loop."""
 
-    values: list[Array]  # the parameters of this scope
-    probed: list[Array]  # the same values plus their probes
+    values: list[Array]  # the parameters of this scope, plus their probes
     #: zeros to add at the uses, in order; None while the uses are collected.
     probes: Iterator[Array] | None = None
     uses: list[ParameterUse] = field(default_factory=list)  # `ParameterUse`, in program order
     operands: list[tuple[Array, ...]] = field(default_factory=list)  # per use its data operands
     wanted: set[int] = field(default_factory=set)  # parameters with uses that have no rule
-    #: parameters that reach an operation without gradient.
-    blocked: set[int] = field(default_factory=set)
     convolves: bool = False  # True if examples may have convolution kernels of their own elsewhere
-    #: mapping from loop equation to the scope of a shape-only run of its body.
+    #: mapping from loop equation to the scope in which the uses in its body were collected.
     plans: dict[Any, Scope] = field(default_factory=dict)
-    #: mapping from operation to its results for `probed`.
-    memo: Memo = field(default_factory=dict)
 
     def enter(self, item: Item) -> Array:
         """Return a plain value for ordinary computation; a parameter gets its own probe."""
@@ -104,7 +102,7 @@ class Scope:
             return _record_use(self, item)
         if isinstance(item, Derived):
             self.wanted |= item.sources
-            return evaluate(item, self.probed, self.memo)
+            return item.value
         return item
 
 
@@ -145,7 +143,7 @@ def _step(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
     is_derived = len(derived) == len(inputs)
     # A custom backward may be no linear map: it must get the whole cotangent, not summands.
     if is_derived and not (holds_weight and compat.has_own_backward(eqn)):
-        return _derived(scope, eqn, derived)
+        return _derived(eqn, derived)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
     first = inputs[0] if inputs else None
@@ -160,13 +158,12 @@ def _step(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
-def _derived(scope: Scope, eqn: compat.Equation, inputs: list[Derived]) -> list[Item]:
+def _derived(eqn: compat.Equation, inputs: list[Derived]) -> list[Item]:
     """Results derived from parameters and constants; plain values where no gradient passes."""
     results: list[Any] = derive(eqn, inputs)
     for position, result in enumerate(results):
         passes = jnp.issubdtype(result.value.dtype, jnp.inexact)
         if result.sources and not (passes and eqn.primitive.name != "stop_gradient"):
-            scope.blocked |= result.sources
             results[position] = result.value
     return results
 
@@ -188,13 +185,12 @@ def _record_use(scope: Scope, found: DeferredUse) -> Array:
     weight = inputs[position]
     assert isinstance(weight, Derived)
     others = tuple(scope.enter(item) for i, item in enumerate(inputs) if i != position)
-    values = [*others[:position], weight.value, *others[position:]]
-    (result,) = compat.bind(eqn, *values)
+    fixed = jax.lax.stop_gradient(weight.value)  # the parameter's own probe is not for this use
+    (result,) = compat.bind(eqn, *others[:position], fixed, *others[position:])
     result = result.sum(summed) if summed else result
     scope.uses.append(
         ParameterUse(
             primitive=eqn.primitive.name,
-            rule=RULES[eqn.primitive.name],
             spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype, 0, summed),
             result=ResultType(result.shape, result.dtype, compat.varying_axes(result)),
             loops=(),
@@ -220,14 +216,13 @@ def _scan(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
     fixed = [item for item in consts if isinstance(item, Derived)]
     given, num_fixed = fixed + [item for item in xs if _is_weight(item)], len(fixed)
     scanned = [scope.enter(item) for item in xs if not _is_weight(item)]
-    raw = probed = [item.value for item in given]
     jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
     scopes: list[Scope] = []
 
     def step(carry: list[Array], slices: Any) -> tuple[list[Array], Any]:
-        items, raw_slices, probed_slices, zeros = slices
-        values = [*raw[:num_fixed], *raw_slices], [*probed[:num_fixed], *probed_slices]
-        inner = Scope(*values, None if zeros is None else iter(zeros), plans=scope.plans)
+        items, weights, zeros = slices
+        probes = None if zeros is None else iter(zeros)
+        inner = Scope([*values[:num_fixed], *weights], probes, plans=scope.plans)
         scopes.append(inner)
         own = (
             parameter(i, value) if _is_weight(item) else constant(value, i)
@@ -241,19 +236,19 @@ def _scan(scope: Scope, eqn: compat.Equation, inputs: list[Item]) -> list[Item]:
 
     # The uses in the body depend on nothing else.
     key = id(eqn), tuple("weight" if _is_weight(i) else isinstance(i, Derived) for i in inputs)
-    if key not in scope.plans:
-        slices = (scanned, raw[num_fixed:], probed[num_fixed:])
-        jax.eval_shape(step, carry, (*jax.tree.map(compat.type_of_row, slices), None))
-        scope.plans[key] = scopes[-1]
-    plan = scope.plans[key]
-    probed = [scope.enter(x) if i in plan.wanted else x.value for i, x in enumerate(given)]
-    scope.blocked |= {i for j in plan.blocked for i in given[j].sources}
-    scope.convolves |= plan.convolves
-    zeros = None if scope.probes is None else list(islice(scope.probes, len(plan.uses)))
-    xs_of_steps = (scanned, raw[num_fixed:], probed[num_fixed:], zeros)
+    values, zeros = [item.value for item in given], None
+    if scope.probes is not None:  # the uses were collected before
+        plan = scope.plans[key]
+        for i in set(range(len(given))) - plan.wanted:
+            values[i] = jax.lax.stop_gradient(values[i])
+        zeros = list(islice(scope.probes, len(plan.uses)))
+    xs_of_steps = scanned, values[num_fixed:], zeros
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
     length = eqn.params["length"]
     carry, (outputs, operands) = jax.lax.scan(step, carry, xs_of_steps, length=length, **options)
+    plan = scope.plans.setdefault(key, scopes[-1])
+    scope.wanted |= {i for j in plan.wanted for i in given[j].sources}
+    scope.convolves |= plan.convolves
     scope.uses += [_lifted(use, given, num_fixed, length) for use in plan.uses]
     scope.operands += operands
     return [*carry, *outputs]

@@ -10,20 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from dualdp import _validate
-from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import Array, Call, PyTree, Row
-from dualdp_jax.per_sample.capture import analyzed
 from dualdp_jax.per_sample.clip import Clip, checked_mask
 from dualdp_jax.per_sample.gradients import (
     Gradients,
-    Keeps,
-    always,
-    by_cost,
     captured,
     check_second_pass,
     differentiated,
-    never,
     second_pass,
 )
 from dualdp_jax.per_sample.jaxpr import CONVOLUTION
@@ -39,13 +33,8 @@ TINY = 2**8
 
 
 METHODS = ("book_keeping", "two_pass", "materialize", "vmap", "loop")
-#: By the ways that capture uses: True for a use whose per-sample gradients are kept.
-KEEPS: dict[str, Keeps] = {
-    "book_keeping": never,
-    "two_pass": never,
-    "materialize": always,
-    "auto": by_cost,
-}
+#: Those that capture uses.
+RULED = ("auto", "book_keeping", "two_pass", "materialize")
 #: Ways of "auto", one after the other: where one is not supported, or its first numbers differ.
 WAYS = ("auto", "vmap", "loop")
 #: Kinds of request.
@@ -69,48 +58,15 @@ def way_of(call: Call, n: int) -> str:
     return "auto" if CONVOLUTION in primitives else "vmap"
 
 
-def gradients_of(call: Call, rows: Row, keeps: Keeps | None = None) -> Gradients:
-    """Return the per-sample gradients of rows by the method of the call, kept as it says.
-
-    `keeps` is taken in the place of the method's own choice.
-    """
+def gradients_of(call: Call, rows: Row, *, formed: bool = False) -> Gradients:
+    """Return the per-sample gradients of rows by the method of the call, or all of them formed."""
     way = way_of(call, len(rows[1]))
-    if way in KEEPS:
-        return captured(keeps or KEEPS[way], call, rows)
+    if way in RULED:
+        return captured("materialize" if formed else way, call, rows)
     if way == "loop":
         return differentiated(compat.one_by_one, call, rows)
-    # XLA would miscompute per-example kernels that are spread over devices.
-    each = compat.mapping(lambda: _has_own_kernels(call), (rows, call.parameters.trained))
-    return differentiated(each, call, rows)
-
-
-def _has_own_kernels(call: Call, *, of_weights: bool = True) -> bool:
-    """True if examples have convolution kernels, or (of weights) kernel gradients, of their own."""
-    found = analyzed(call).analysis
-    of_uses = of_weights and any(use.primitive == CONVOLUTION for use in found.uses)
-    return of_uses or found.convolves
-
-
-def prepared(call: Call) -> Call:
-    """Return a call with the analysis that its method needs; refused where XLA would get it wrong.
-
-    Convolutions with a kernel, or a kernel gradient, per example become one with batch groups, of
-    which XLA's partitioner loses most (found in jax 0.10.2; a test watches it).
-    """
-    method, arrays = call.options.method, (call.rows, call.parameters.trained)
-    if method == "loop" or call.num_examples == 0:
-        return call
-    call = call.traced() if method == "auto" else call
-    spans_devices = compat.spans_devices(arrays)
-    if spans_devices or way_of(call, call.num_examples) != "vmap":
-        call = analyzed(call)
-    if spans_devices and _has_own_kernels(call, of_weights=method == "vmap"):
-        raise UnsupportedLayerError(
-            "XLA computes wrong gradients for convolutions with a kernel per example when arrays "
-            f"are spread over several devices, and method={method!r} needs one here. Use "
-            "method='auto' or 'book_keeping' for kernels that are parameters, else one device."
-        )
-    return call
+    arrays = rows, call.parameters.trained
+    return differentiated(call.program.mapping(arrays, of_kernels=True), call, rows)
 
 
 class Answer(NamedTuple):
@@ -159,13 +115,12 @@ def answer(
     """
     n, trained = call.num_examples, call.parameters.trained
     full_mask = checked_mask(mask, n)
-    if n == 0:
-        return _nothing(request, call)
+    call = call if n else call.by("vmap")
 
     def work(rows: Row, rows_mask: Array, weights: Array | None) -> tuple[list[Array], Answer]:
         if request.clip is not None:
             return _clipped(call, request.clip, rows, rows_mask, weights)
-        found = gradients_of(call, rows, always if request.kind == GRADS else None)
+        found = gradients_of(call, rows, formed=request.kind == GRADS)
         if request.kind == GRADS:
             leaves = found.formed()
         else:
@@ -201,23 +156,12 @@ def _clipped(
     return sums, Answer([], norms, factors, losses, found.aux)
 
 
-def _nothing(request: Request, call: Call) -> Answer:
-    """Answer for a call without examples."""
-    trained, empty = call.parameters.trained, jnp.zeros(0, call.parameters.dtype)
-    if request.kind == SUM:
-        zeros = [jnp.zeros(p.shape, widen(p).dtype) for p in trained]
-        return Answer(zeros, empty, losses=empty)
-    if request.kind == GRADS:
-        return Answer([jnp.zeros((0, *p.shape), p.dtype) for p in trained])
-    return Answer([empty for _ in trained], empty)
-
-
 def footprint(call: Call) -> int:
     """Return the bytes that one example holds for privacy: operands, cotangents, gradients."""
 
     def held(rows: Row) -> PyTree:
-        keeps = KEEPS.get(call.options.method)
-        found = captured(keeps, call, rows) if keeps else gradients_of(call, rows)
+        method = call.options.method
+        found = captured(method, call, rows) if method in RULED else gradients_of(call, rows)
         return [use[1:] for use in found.captured], found.kept
 
     row = jax.eval_shape(lambda rows: jax.tree.map(lambda leaf: leaf[:1], rows), call.rows)

@@ -110,10 +110,6 @@ class ModuleParameters(Parameters):
         folded = (jax.random.fold_in(key, i) for i, _ in enumerate(others))
         return [_keys_like(old, new) for old, new in zip(others, folded, strict=True)]
 
-    def module(self, params: PyTree) -> PyTree:
-        """Return the `nnx.Module` of parameters as the user holds them."""
-        return self.nnx.merge(self.graphdef, *super().whole(*self.arrays(params)))
-
     def call(
         self, loss_fn: Loss, held: Held, position: Array, *args: PyTree, **kwargs: PyTree
     ) -> Any:

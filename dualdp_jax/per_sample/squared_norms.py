@@ -57,23 +57,11 @@ def accurate(
 
     `mask` (n,) is False for examples whose norms need not be exact.
     """
-    found = [estimate.sq_norms for estimate in estimates]
-    fine = within_error(estimates, accuracy, mask)
-    agains = {i: again for i in fine if (again := estimates[i].again) is not None}
-    if agains:
-        again = jax.lax.cond(
-            jnp.stack([fine[i].all() for i in agains]).all(),
-            lambda: [found[i] for i in agains],
-            lambda: [function() for function in agains.values()],
-        )
-        for i, sq_norms in zip(agains, again, strict=True):
-            found[i] = sq_norms
-    formed = [i for i in fine if i not in agains]
-    if formed:
-        known = [(estimates[i], fine[i]) for i in formed]
-        for i, sq_norms in zip(formed, _by_forming(known), strict=True):
-            found[i] = sq_norms
-    return [e._replace(sq_norms=sq) for e, sq in zip(estimates, found, strict=True)]
+    found, fine = list(estimates), within_error(estimates, accuracy, mask)
+    known = [(estimates[i], is_fine) for i, is_fine in fine.items()]
+    for i, sq_norms in zip(fine, _by_forming(known) if fine else (), strict=True):
+        found[i] = estimates[i]._replace(sq_norms=sq_norms)
+    return found
 
 
 def within_error(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dualdp import costs
-from dualdp_jax.per_sample.capture import CapturedUse
+from dualdp_jax.per_sample.program import CapturedUse
 from dualdp_jax.rules.arrays import HIGHEST, widen
 from dualdp_jax.rules.base import form_of
 from dualdp_jax.rules.estimate import Estimate, of_gram

@@ -26,7 +26,7 @@ Loss = Callable[[list[Array], PyTree, Row], tuple[Array, PyTree]]
 
 def grouped(
     rows: Row, loss_of_row: Loss, rows_per_unit: int, row_weights: Array | None
-) -> tuple[Row, Loss, Array | None]:
+) -> tuple[Row, Loss]:
     """Join the rows of each unit: arrays (U * K, ...), of which unit u has u * K .. u * K + K - 1.
 
     The loss of a unit is the mean of its rows' losses, or their sum with these weights (U * K,). A
@@ -34,35 +34,32 @@ def grouped(
     enter the gradient.
 
     Returns:
-        Arrays (U, K, ...) and positions (U, K); the loss of one unit of these, with aux (K, ...);
-        (U,) bool, False for a unit whose weights are all 0, None without weights.
+        Arrays (U, K, ...), weights the last of them, and positions (U, K); the loss of one unit of
+        these, with aux (K, ...). Rows and loss as they are for K = 1 without weights.
     """
     if rows_per_unit == 1 and row_weights is None:
-        return rows, loss_of_row, None
+        return rows, loss_of_row
     num_units = rows[1].shape[0] // rows_per_unit
 
     def cut(leaf: Array) -> Array:
         return leaf.reshape(num_units, rows_per_unit, *leaf.shape[1:])
 
     def loss(trained: list[Array], shared: PyTree, unit: Row) -> tuple[Array, PyTree]:
-        arrays, positions = unit
-        arrays, weights = (arrays, None) if row_weights is None else (arrays[:-1], arrays[-1])
+        (*arrays, weights), positions = unit
         each = compat.all_at_once(lambda row: loss_of_row(trained, shared, row))
         losses, aux = each((arrays, positions))
         losses = widen(losses)
-        if weights is None:
-            return losses.mean(), aux
         return (weights.astype(losses.dtype) * losses).sum(), aux
 
     arrays, positions = jax.tree.map(cut, rows)
     if row_weights is None:
-        return (arrays, positions), loss, None
+        return ([*arrays, jnp.full(positions.shape, 1 / rows_per_unit)], positions), loss
     weights = cut(row_weights)
     counts = weights != 0
     first = jnp.argmax(counts, 1, keepdims=True)
     index = jnp.where(counts, jnp.arange(rows_per_unit), first)  # (U, K), row of the unit
     arrays = [jax.vmap(lambda leaf, at: leaf[at])(leaf, index) for leaf in arrays]
-    return ([*arrays, weights], positions), loss, counts.any(1)
+    return ([*arrays, weights], positions), loss
 
 
 def check_rows(rows_per_unit: int | None, row_weights: Array | None, num_rows: int) -> int:

@@ -21,7 +21,7 @@ def forced(*forms: str) -> Iterator[None]:
     """Context that takes these forms wherever they are possible, to test and to compare them.
 
     Forms of norms: "gram" or "gradients", of one position also "lengths"; "pairs" or "formed" for
-    weights with several uses; "patches" or "offsets" of convolutions; "table" or "sort" of lookups.
+    weights with several uses; "patches" or "offsets" of convolutions.
     "kept" or "dropped" says whether "auto" keeps per-sample gradients. It must be active while a
     call is traced.
     """

@@ -28,19 +28,16 @@ class Estimate(NamedTuple):
         sq_norms: (n,) squared norms of the gradients, float32 or wider.
         errors: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the
             squares of the gradients themselves were summed.
-        again: callable () -> (n,) squared norms that neither overflow nor are flushed; None if
-            only the gradients themselves give them.
         rounding: (n,) estimated norm of the difference between a gradient summed over its positions
             in the order of the clipped sum and in that of the norm; None if both use the same
             numbers.
         arrays: pytree of (n, ...), inputs of `formed`.
         formed: callable, arrays (1, ...) of one example -> its gradient (1, *shape); not needed
-            without errors, or with `again`.
+            without errors.
     """
 
     sq_norms: Array
     errors: Array | None = None
-    again: Callable[[], Array] | None = None
     rounding: Array | None = None
     arrays: Any = None
     formed: Callable[[Any], Array] | None = None
@@ -69,15 +66,11 @@ def of_gradients(grads: Array, lengths: Array | None = None) -> Estimate:
 
 
 def of_lengths(left: Array, right: Array) -> Estimate:
-    """Return the norms of outer products of rows (n, b, i) and (n, b, o), joined over b."""
-    squares = [jnp.square(rows).sum(2) for rows in (left, right)]
-    flushed = [rows.shape[2] * jnp.finfo(rows.dtype).tiny for rows in (left, right)]
-    errors = squares[0] * flushed[1] + squares[1] * flushed[0] + flushed[0] * flushed[1]
+    """Return the norms of outer products of rows (n, b, i) and (n, b, o), joined over b.
 
-    def again() -> Array:
-        return jnp.square(stable_norm(left, 2) * stable_norm(right, 2)).sum(1)
-
-    return Estimate((squares[0] * squares[1]).sum(1), errors.sum(1), again)
+    One of the two may be so short that its squares are flushed, and the other one long.
+    """
+    return Estimate(jnp.square(stable_norm(left, 2) * stable_norm(right, 2)).sum(1))
 
 
 def of_gram(squares: Array, left: Array, right: Array, sizes: tuple[int, int]) -> Estimate:

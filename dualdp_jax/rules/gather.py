@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dualdp_jax import compat
 from dualdp_jax.rules.arrays import scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
+from dualdp_jax.rules.base import Choice, Rule, Spec
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
 Array = jax.Array
@@ -105,9 +104,9 @@ def weight_norms(spec: Spec, others: tuple[Array, ...], grads_out: Array) -> Est
     rows = widen(rows)
     if not _adds_all_rows(spec, others[0]):
         moved = rounding(jnp.sqrt(jnp.square(rows).sum(2)))
-        return Estimate(_sq_norms(numbers, rows, spec.shape[0]), rounding=moved)
+        return Estimate(sq_norms_by_row(numbers, rows, spec.shape[0]), rounding=moved)
     ones = jnp.ones((*numbers.shape, 1), rows.dtype)
-    counts = jnp.sqrt(_sq_norms(numbers, ones, spec.shape[0]))
+    counts = jnp.sqrt(sq_norms_by_row(numbers, ones, spec.shape[0]))
     row = widen(grads_out).reshape(numbers.shape[0], 1, -1)
     return of_lengths(counts[:, None, None], row)
 
@@ -120,62 +119,19 @@ def _adds_all_rows(spec: Spec, indices: Array) -> bool:
     return is_all and bool(spec.summed) and not spec.loops and set(spec.summed) <= set(axes)
 
 
-def _sq_norms(numbers: Array, rows: Array, total: int) -> Array:
-    """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
-    by_table = partial(sq_norms_by_table, total=total)
-    by_sort = partial(sq_norms_by_sort, total=total)
-    form = form_of("of the platform", "table", "sort")
-    if form != "of the platform":
-        return by_table(numbers, rows) if form == "table" else by_sort(numbers, rows)
-    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
+def sq_norms_by_row(numbers: Array, rows: Array, total: int) -> Array:
+    """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal.
 
-
-def sq_norms_by_table(numbers: Array, rows: Array, *, total: int) -> Array:
-    """A few examples at a time, with a small table from row number to position."""
-    n, t, width = rows.shape
-    few = _at_once(n, total)
-
-    def step(table: Array, examples: tuple[Array, Array]) -> tuple[Array, Array]:
-        number, row = examples
-        table, leaders = _leaders(table, number, total)
-        added = jnp.zeros_like(row).at[leaders].add(row, mode="drop")
-        return table, jnp.square(added).reshape(few, -1).sum(1)
-
-    cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
-    table = compat.varying_zeros((few * (total + 1),), jnp.int32, compat.varying_axes(numbers))
-    return jax.lax.scan(step, table, cut)[1].reshape(n)
-
-
-def _at_once(n: int, total: int) -> int:
-    """Number of examples per step: several if their tables fit the processor's cache."""
-    return next(few for few in (8, 4, 2, 1) if n % few == 0 and few * total < max(2**18, total + 1))
-
-
-def _leaders(table: Array, numbers: Array, total: int) -> tuple[Array, Array]:
-    """Updated table, and per position (few, t) the position that represents its row number.
-
-    Each example writes its positions into its table and reads back one position per number.
-    Positions (few * t,) of numbers outside the table get few * t, which is no position.
+    Each different number below `total` gets one of t places: a whole table for each example would
+    take far more memory.
     """
-    few, t = numbers.shape
-    positions = jnp.arange(few * t, dtype=table.dtype)
-    where = (numbers + (total + 1) * jnp.arange(few)[:, None].astype(numbers.dtype)).reshape(-1)
-    table = table.at[where].set(positions, mode="promise_in_bounds")
-    leaders = table.at[where].get(mode="promise_in_bounds")
-    return table, jnp.where(numbers.reshape(-1) < total, leaders, few * t)
 
+    def added(numbers: Array, rows: Array) -> Array:
+        _, place = jnp.unique(numbers, return_inverse=True, size=len(rows))
+        place = jnp.where(numbers < total, place, len(rows))
+        return jnp.zeros_like(rows).at[place].add(rows, mode="drop")
 
-def sq_norms_by_sort(numbers: Array, rows: Array, *, total: int) -> Array:
-    """All examples at once by a sort, for devices on which sequential steps are slow."""
-    rows = jnp.where((numbers < total)[..., None], rows, 0)
-    positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
-    numbers, order = jax.lax.sort((numbers, positions), num_keys=1)
-    is_new = numbers[:, 1:] != numbers[:, :-1]
-    starts = jax.lax.cummax(jnp.pad(jnp.where(is_new, positions[:, 1:], 0), ((0, 0), (1, 0))), 1)
-    leaders = jnp.take_along_axis(order, starts, 1)
-    leaders = jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
-    added = jax.vmap(lambda leader, row: jnp.zeros_like(row).at[leader].add(row))(leaders, rows)
-    return sq_norm(added)
+    return sq_norm(jax.vmap(added)(numbers, rows))
 
 
 def weighted_sum(spec: Spec, others: tuple[Array, ...], grads_out: Array, weights: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from dualdp import adam
-from dualdp_jax.compat import PyTree, nodes_of
+from dualdp_jax.compat import PyTree
 from dualdp_jax.rules.arrays import widen
 
 _D = adam.DEFAULTS
@@ -100,7 +100,7 @@ def _scale_by_adam_bc(settings: dict[str, float]) -> optax.GradientTransformatio
         *,
         noise_stddev: jax.Array | float | None = None,
         noisy_mean: PyTree = None,
-        **_: object,
+        **_: PyTree,
     ) -> tuple[PyTree, AdamBCState]:
         if noise_stddev is None:
             raise TypeError(
@@ -129,8 +129,3 @@ def _scale_by_adam_bc(settings: dict[str, float]) -> optax.GradientTransformatio
         return directions, AdamBCState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def is_in(opt_state: PyTree) -> bool:
-    """Return True if an optimizer's state holds that of an `adam_bc`."""
-    return bool(nodes_of(opt_state, AdamBCState))

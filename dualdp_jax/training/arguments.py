@@ -23,9 +23,10 @@ from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import Rows, examples_of
-from dualdp_jax.training.step import Arrays, Augment, CompiledStep, TrainState
+from dualdp_jax.training.step import Arrays, Augment, PrivateStep, TrainState
 
 _ROWS = 16  # rows of the data that are compared
+_SETTINGS = ("method", "needs_key", "has_aux", "keep_batch_dim", "views")  # that are compared
 _NO_BATCH = (
     "The engine clips and adds the noise: instead of optax.contrib.dpsgd or "
     "differentially_private_aggregate, which take axis 0 for a batch, expected a plain optimizer, "
@@ -33,22 +34,21 @@ _NO_BATCH = (
 )
 
 
-def rows_of(data: PyTree, users: PyTree, augment: object = None) -> UserRows | None:
-    """Return the rows of each user of the data; None for None."""
+def units_of(
+    data: PyTree, users: PyTree, augment: Augment | None = None
+) -> tuple[UserRows | None, int]:
+    """Return the rows of each user, or None, and the number of users, or that of rows."""
     if users is not None and augment is not None:
         raise ValueError(
             "users and augment= came together. Expected one of the two: a unit is the rows of a "
             "user or the views of a row."
         )
-    return rows_of_data(users, split_batch(examples_of(data))[1])
+    _, num_rows, _ = split_batch(examples_of(data))
+    rows = rows_of_data(users, num_rows)
+    return rows, num_rows if rows is None else rows.num_users
 
 
-def num_units(data: PyTree, rows: UserRows | None) -> int:
-    """Return the number of users, or that of rows."""
-    return split_batch(examples_of(data))[1] if rows is None else rows.num_users
-
-
-def check_loss(run: CompiledStep, examples: tuple[PyTree, ...]) -> None:
+def check_loss(run: PrivateStep, examples: tuple[PyTree, ...]) -> None:
     """Trace the loss of one example, to refuse an unsuitable one, or too many rows for keys."""
     units, k = run.plan.num_examples, run.rows_of_each
     if units * k * run.views > 2**32:
@@ -56,29 +56,23 @@ def check_loss(run: CompiledStep, examples: tuple[PyTree, ...]) -> None:
             f"{k * run.views} rows or views of {units} units are more than the 2^32 keys of a "
             "step. Expected fewer."
         )
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (k, *leaf.shape[1:]),
-            jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
-        )
-        for leaf in split_batch(examples)[0]
-    ]
-    index, key = (jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((1,), (2,)))
-    weights = jax.ShapeDtypeStruct((k,), run.dtype) if k > 1 else None
+    arrays, _, _ = split_batch(examples)
+    index, weights = np.zeros(1, np.uint32), np.ones(k, run.dtype) if k > 1 else None
+    rows = Rows([leaf[np.zeros(k, int)] for leaf in arrays], None, index, weights)
 
     def loss(model: Arrays, rows: Rows, key: Array) -> Array:
         if run.augment is not None:
-            example = run.rebuild([leaf[0] for leaf in rows.arrays])
+            example = run.loader.origin.rebuild([leaf[0] for leaf in rows.arrays])
             check_augment(run.augment, example, compat.wrap_key(key))
         return run.call(model, rows, key).rows[1]
 
-    rows = Rows(shapes, None, index, weights)
-    jax.eval_shape(loss, (run.parameters.trained, run.parameters.others), rows, key)
+    model = run.parameters.trained, run.parameters.others
+    jax.eval_shape(loss, model, rows, np.zeros(2, np.uint32))
     if run.data_mesh is not None:
         run.program = None  # that of a shard is traced inside of the shard_map
 
 
-def check_optimizer(run: CompiledStep, state: TrainState) -> None:
+def check_optimizer(run: PrivateStep) -> None:
     """Trace two updates of the optimizer, to refuse those that do not fit the parameters.
 
     An `adam_bc` also refuses correlated noise, and what changes the gradient before it.
@@ -88,8 +82,7 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
             another structure, shape or kind of dtype than the parameters.
         ValueError: the update of some leaves is the same whatever the gradients are.
     """
-    like, names = run.parameters.like, run.parameters.names
-    trained, _ = run.parameters.arrays(state.params)
+    like, names, trained = run.parameters.like, run.parameters.names, run.parameters.trained
     if run.takes_noise:
         adam.require_independent(run.plan)
     params, stddev = like(trained), jax.ShapeDtypeStruct((), run.dtype)
@@ -101,12 +94,14 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
 
     try:
         traced = jax.make_jaxpr(twice, return_shape=True)
-        closed, (updates, _) = traced((grads, grads), state.opt_state, params, stddev)
+        closed, (updates, _) = traced((grads, grads), run.opt_state, params, stddev)
     except Exception as error:
         raise TypeError(
             "optimizer.update failed on the noisy gradients, its state and params: "
             f"{compat.first_line(error)}. Expected an optimizer that needs no more; one that "
-            f"evaluates the loss, as L-BFGS, would look at the data again. {_NO_BATCH}"
+            "evaluates the loss, as L-BFGS, would look at the data again; one of two sets of "
+            "parameters, as optax.lookahead, goes into a loop of your own, where loss_fn gets its "
+            f"fast ones (engine.make_loader, noisy_mean). {_NO_BATCH}"
         ) from error
     found, expected = map(str, map(jax.tree.structure, (updates, params)))
     if found != expected:
@@ -117,15 +112,14 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
     for name, update, leaf in zip(names, jax.tree.leaves(updates), trained, strict=True):
         if update.shape != leaf.shape or not jnp.issubdtype(update.dtype, jnp.floating):
             raise TypeError(
-                f"The optimizer's update of {name!r} is {update.dtype}{list(update.shape)}, and "
-                f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected the same. {_NO_BATCH}"
+                f"The optimizer's update of {name or 'params'!r} is {update.dtype}"
+                f"{list(update.shape)}, and the parameter {leaf.dtype}{list(leaf.shape)}. Expected "
+                f"the same. {_NO_BATCH}"
             )
-    count = len(trained)  # of the outputs the second `count` are the later updates
-    used = [
-        compat.inputs_in_use(closed.jaxpr, [i == count + k for i in range(2 * count)])
-        for k in range(count)
-    ]
-    free = [name for name, own in zip(names, used, strict=True) if not any(own[: 2 * count])]
+    count, free = len(trained), []
+    for k, name in enumerate(names, count):  # of the outputs the second `count` are later updates
+        used = compat.inputs_in_use(closed.jaxpr, [i == k for i in range(2 * count)])
+        free += [] if any(used[: 2 * count]) else [name]
     # An optimizer that changes nothing at all, and only keeps what it gets, trains no leaf less.
     if 0 < len(free) < count:
         raise ValueError(
@@ -180,7 +174,7 @@ def agreed(
     hint = "Give all of them one plan, or the same arguments."
     group.require_same("the plan", {**json.loads(plan.to_json()), "engine": accountant}, hint)
     arrays = [leaf for leaf in jax.tree.leaves(examples) if hasattr(leaf, "shape")]
-    group.require_same("the arrays of the data", list(map(_kind, arrays)))
+    group.require_same("the arrays of the data", [str(jax.typeof(leaf)) for leaf in arrays])
     of_users = None if users is None else _sha256([users.starts, users.order])
     group.require_same("users", of_users, "Give all of them the same users=.", shown=False)
     secret, chosen = group.on_first("the first words", lambda: (bits.secret, fresh_bits(8 * _ROWS)))
@@ -192,21 +186,17 @@ def agreed(
     return SegmentBits(plan.seed, secret)
 
 
-def check_run(group: Group, run: CompiledStep, state: TrainState) -> None:
+def check_run(group: Group, run: PrivateStep, state: TrainState) -> None:
     """Refuse processes that would train different models, or from other numbers."""
     assert run.data_mesh is not None
     leaves: Any = run.parameters.trained
     trained = zip(run.parameters.names, leaves, strict=True)
     group.require_same("the run", {
-        "parameters": {name: [*_kind(leaf), str(leaf.sharding.spec)] for name, leaf in trained},
-        "optimizer": list(map(_kind, jax.tree.leaves(state.opt_state))),
+        "parameters": {name: f"{jax.typeof(x)} {x.sharding.spec}" for name, x in trained},
+        "optimizer": [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(state.opt_state)],
         "mesh": [str(run.data_mesh.mesh.shape), run.data_mesh.axes],
-        "method": run.method,
-        "needs_key": run.needs_key,
-        "has_aux": run.has_aux,
-        "keep_batch_dim": run.keep_batch_dim,
-        "views": run.views,
         "step": state.step,
+        **{name: getattr(run, name) for name in _SETTINGS},
     })  # fmt: skip
     whole = [
         leaf
@@ -219,14 +209,9 @@ def check_run(group: Group, run: CompiledStep, state: TrainState) -> None:
     group.require_same("the first state", _sha256(whole), hint, shown=False)
 
 
-def _kind(array: Array) -> list[object]:
-    """Dtype and shape as plain data."""
-    return [str(getattr(array, "dtype", type(array))), list(np.shape(array))]
-
-
 def _sha256(arrays: Sequence[Array]) -> str:
     """SHA-256 of the shapes, dtypes and bytes of some arrays, in hex."""
-    state = hashlib.sha256(repr(list(map(_kind, arrays))).encode())
+    state = hashlib.sha256(repr([jax.typeof(array) for array in arrays]).encode())
     for array in arrays:
         state.update(np.asarray(array, order="C").tobytes())
     return state.hexdigest()

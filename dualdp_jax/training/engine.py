@@ -4,27 +4,23 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 
 from dualdp import _validate, exactness
-from dualdp._validate import AccountingError, UnsupportedLayerError
+from dualdp._validate import AccountingError
 from dualdp.accountants import require_bound
 from dualdp.accountants.base import Accountant
 from dualdp.ledger import own_loops
-from dualdp.ledger.ledger import Ledger, Release
+from dualdp.ledger.ledger import Ledger
 from dualdp.plan.arguments import KNOWN, NO_RUN, SECOND_RUN, names_delta, plan_of
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.randomness import noise_bits
 from dualdp_jax import compat
-from dualdp_jax.chunk import Chunk
 from dualdp_jax.compat import PyTree
 from dualdp_jax.noise.noise import NoiseSource
 from dualdp_jax.parallel.mesh import DataMesh, data_mesh_of
@@ -36,26 +32,20 @@ from dualdp_jax.training.arguments import (
     check_optimizer,
     check_run,
     check_views,
-    num_units,
-    rows_of,
+    units_of,
 )
 from dualdp_jax.training.loader import PlannedLoader, examples_of
 from dualdp_jax.training.step import (
+    DETACHED,
     Augment,
-    CompiledStep,
+    PrivateStep,
     Stages,
-    Summed,
-    Totals,
     TrainState,
-    check,
     continued,
     first_state,
 )
 
 Path = str | os.PathLike[str]
-Metrics = dict[str, PyTree]
-_NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
-Step = Callable[[TrainState, Chunk], tuple[TrainState, Metrics]]
 
 
 class Loaded(NamedTuple):
@@ -93,18 +83,16 @@ class PrivacyEngine:
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         self._accountant = accountant if accountant is None else require_bound(accountant)
-        self._secure_mode, self._names_delta = bool(secure_mode), False
+        is_secure = bool(secure_mode)
+        self._plan_of = partial(plan_of, accountant=self._accountant, secure_mode=is_secure)
         self.keep_per_sample = False
+        self._names_delta = False  # a plan or a target named it
         self._ledger: Ledger | None = None
         self._group: Group | None = None
         self._is_detached = False
         self._loaded: Loaded | None = None
         self._loader: PlannedLoader | None = None
-        self._run: CompiledStep | None = None  # None if the step is the user's own
-        self._rate = 0.0  # share of checked steps
-        self._is_checked = False  # a check passed since the start or the last failure
-        self._last: Callable[..., Stages] | None = None  # of the last step
-        self._returned = 0  # step of the state that was returned last
+        self._run: PrivateStep | None = None  # None if the step is the user's own
 
     @classmethod
     def loaded(cls, loaded: Loaded, group: Group | None) -> PrivacyEngine:
@@ -135,7 +123,7 @@ class PrivacyEngine:
         ledger: Path | None = None,
         checks: float | None = None,
         **plan_arguments: Any,
-    ) -> tuple[Step, TrainState, PlannedLoader]:
+    ) -> tuple[PrivateStep, TrainState, PlannedLoader]:
         """Return the step, first state and loader of a private run.
 
         Args:
@@ -204,7 +192,6 @@ class PrivacyEngine:
             )
         mesh = data_mesh_of(data_sharding, parameters)
         loader = self._planned(data, plan, plan_arguments, mesh, users, augment)
-        parameters = parameters if mesh is None else mesh.model(parameters)
         state = first_state(parameters, optimizer)
         num_views = check_views(views, augment)
         if self._loaded is not None:
@@ -220,35 +207,37 @@ class PrivacyEngine:
                     "in the checkpoint's run. Expected trainable= as in its make_private."
                 )
             state = continued(self._loaded.state, state)
-        state = state if mesh is None else mesh.state(state)
-        run = CompiledStep(
-            plan=loader.plan,
+        if mesh is not None:
+            state = mesh.state(state)
+            trained, others = parameters.arrays(state.params)
+            others = [mesh.placed("params", leaf) for leaf in others]
+            parameters = replace(parameters, trained=trained, others=others)
+        run = PrivateStep(
+            loader=loader,
             parameters=parameters,
             loss_fn=loss_fn,
             optimizer=optimizer,
             opt_state=state.opt_state,
-            rebuild=loader.origin.rebuild,
             needs_key=bool(needs_key),
             has_aux=bool(has_aux),
             keep_batch_dim=bool(keep_batch_dim),
             method=method,
             augment=augment,
             views=num_views,
-            data_mesh=mesh,
+            rate=rate,
         )
         check_loss(run, examples_of(data))
-        check_optimizer(run, state)
+        check_optimizer(run)
         if self._group is not None:
             check_run(self._group, run, state)
-        source = NoiseSource(loader.plan)
         self._begin(loader, ledger)
-        self._run, self._rate = run, rate
+        self._run, run.ledger = run, self.ledger
         self.ledger.note(checks=rate)
-        return partial(self._step, run, loader, source), state, loader
+        return run, state, loader
 
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, data: PyTree, **arguments: Any
-    ) -> tuple[Step, TrainState, PlannedLoader]:
+    ) -> tuple[PrivateStep, TrainState, PlannedLoader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
         Args:
@@ -264,13 +253,11 @@ class PrivacyEngine:
         """
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
-        rows = rows_of(data, arguments.get("users"), arguments.get("augment"))
-        plan = plan_of(
+        _, num_units = units_of(data, arguments.get("users"), arguments.get("augment"))
+        plan = self._plan_of(
             arguments.pop("plan", None),
             given,
-            num_examples=num_units(data, rows),
-            accountant=self._accountant,
-            secure_mode=self._secure_mode,
+            num_examples=num_units,
             calibrates=True,
             method="make_private_with_epsilon",
         )
@@ -278,7 +265,7 @@ class PrivacyEngine:
 
     def resume(
         self, *, recalibrate: bool = False, **arguments: Any
-    ) -> tuple[Step, TrainState, PlannedLoader]:
+    ) -> tuple[PrivateStep, TrainState, PlannedLoader]:
         """Go on with the run of a checkpoint.
 
         A segment begins: its batches and noise are drawn anew, and steps that were released after
@@ -324,7 +311,7 @@ class PrivacyEngine:
         """
         loader = self._planned(data, plan, plan_arguments, data_mesh_of(data_sharding), users)
         self._begin(loader, ledger)
-        loader.origin.loop = loop = own_loops.open_loop(loader.plan, self.ledger)
+        loader.origin.loop = loop = own_loops.open_loop(self.ledger)
         loop.source = NoiseSource(loader.plan, self.ledger.segments[-1].noise_scale)
         loader.handed_out.begun = self.ledger.position
         return loader
@@ -341,16 +328,10 @@ class PrivacyEngine:
         """Loader of a run, with bits of its segment that are the same on all processes."""
         if self._loader is not None:
             raise AccountingError(SECOND_RUN)
-        rows, examples = rows_of(data, users, augment), examples_of(data)
+        (rows, num_units), examples = units_of(data, users, augment), examples_of(data)
         if self._loaded is None:
             self._names_delta = names_delta(plan, given)
-            plan = plan_of(
-                plan,
-                given,
-                num_examples=num_units(data, rows),
-                accountant=self._accountant,
-                secure_mode=self._secure_mode,
-            )
+            plan = self._plan_of(plan, given, num_examples=num_units)
         elif plan is not None or given:
             raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
@@ -370,111 +351,12 @@ class PrivacyEngine:
             self._ledger = opened[0] if opened else new()
         self._loader = loader
 
-    @compat.promoting
-    def _step(
-        self,
-        run: CompiledStep,
-        loader: PlannedLoader,
-        source: NoiseSource,
-        state: TrainState,
-        batch: Chunk,
-    ) -> tuple[TrainState, Metrics]:
-        """Perform one release: sum, check, record, draw bits, add noise, update.
-
-        Raises:
-            ExactnessError: the spot check of this step failed. Nothing of it was recorded or
-                released, and the same batch may be tried again.
-        """
-        _check_step(loader, state, batch)
-        ledger, step = self._running(), int(batch.step)
-        if step != ledger.position:
-            ledger.require(step)  # raises
-        if state.step < self._returned:
-            warnings.warn(
-                f"step got a state of {state.step} steps after it had returned one of "
-                f"{self._returned}: what was learned since is lost, and its epsilon is spent. Keep "
-                "the state, as in state, metrics = step(state, batch); to go on from an older one "
-                "give it the newer number, older._replace(step=state.step).",
-                stacklevel=2,
-            )
-        with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
-            dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
-            bound = ledger.max_grad_norm
-            due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
-            while True:
-                try:
-                    summed = run.total(run.inputs(state.params, batch, dropout, bound))
-                except UnsupportedLayerError:
-                    if not self._falls_back(run):
-                        raise
-                else:
-                    if due is None or self._check(run, summed, due):
-                        break
-            (arrays, *_), totals, answers = summed
-            del summed  # frees what the sums were computed from
-            release, bits = self._recorded(ledger, step, totals)
-        noise = source.drawn(totals.sums, release, bits)
-        self._last = partial(run.stages, noise, state.params, batch, dropout, bound)
-        state, metrics = run.release(state, arrays, totals, release, noise)
-        if run.has_aux:
-            metrics["unprotected_aux"] = [answer.aux for answer in answers]
-        if run.plan.noise == "secure":
-            self._last, metrics = None, {}
-        self._returned = state.step
-        return state, {"step": step, **metrics}
-
-    def _falls_back(self, run: CompiledStep) -> bool:
-        """Go on by the next way of "auto", while no check has passed; the ledger notes it."""
-        if not run.falls_back():
-            return False
-        self.ledger.note(method=f"auto goes by {run.method}")
-        return True
-
-    def _check(self, run: CompiledStep, summed: Summed, due: exactness.SpotCheck) -> bool:
-        """Check a step whose totals are known, on all processes together; False to try again."""
-        failed, is_checked = None, False
-        try:
-            is_checked = check(run, summed, due, is_first=not self._is_checked)
-        except exactness.ExactnessError as error:
-            failed = error
-        if self._group is not None:
-            every = self._group.gather(f"the spot check of step {due.step}", failed)
-            failed = failed or next(filter(None, every), None)
-        if failed is not None and self._falls_back(run):
-            return False
-        if failed is not None:
-            self._is_checked = False
-            self.ledger.check_failed(due.step, failed)
-            raise failed.with_traceback(None) from None
-        if is_checked:
-            self._is_checked = True
-            run.next_ways.clear()
-            self.ledger.check_passed(due.step)
-        return True
-
-    def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
-        """Record a step and draw its bits; of several processes the first says both."""
-        counts = None
-        if ledger.plan.is_adaptive:
-            counts = int(totals.num_below), int(totals.num_rows)
-
-        def first() -> tuple[float | None, Release, bytes]:
-            fraction = None if counts is None else ledger.noisy_fraction(*counts)
-            release = ledger.record(step, noisy_fraction=fraction)
-            return fraction, release, noise_bits(ledger.plan.seed, step)
-
-        if self._group is None:
-            return first()[1:]
-        fraction, release, bits = self._group.on_first(f"the record of step {step}", first)
-        if not self._group.is_first:
-            release = ledger.record(step, noisy_fraction=fraction)
-        return release, bits
-
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
-        self.ledger.own_loop = None  # noise that was not asked for is drawn by nobody
-        self._is_detached, self._run, self._last = True, None, None
+        if self._run is not None:
+            self._run.ledger = self._run.last = None
+        self._is_detached, self._run = True, None
 
     @compat.promoting
     def stages(self) -> Stages:
@@ -487,12 +369,12 @@ class PrivacyEngine:
             AccountingError: no step was taken, or the noise is secure, which shows nothing else.
         """
         self._running()
-        if self._last is None:
+        if self._run is None or self._run.last is None:
             raise AccountingError(
                 "There are no stages: No step was taken yet by make_private's step, or "
                 "noise='secure' keeps them closed."
             )
-        return self._last(grads=self.keep_per_sample)
+        return self._run.last(grads=self.keep_per_sample)
 
     def record(self, num_steps: int = 1) -> range:
         """Record the next releases, before a jitted or scanned run of that many steps.
@@ -552,7 +434,7 @@ class PrivacyEngine:
         if self._run is None:
             return {} if self._loaded is None else self._loaded.saved
         names = sorted(self._run.parameters.names)
-        return {"views": self._run.views, "checks": self._rate, "trained": names}
+        return {"views": self._run.views, "checks": self._run.rate, "trained": names}
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -578,28 +460,5 @@ class PrivacyEngine:
     def _running(self) -> Ledger:
         """Ledger of a run that has not been detached."""
         if self._is_detached:
-            raise AccountingError(
-                "The engine is detached, so its step and loader have ended. Make a new engine, or "
-                "load a checkpoint."
-            )
+            raise AccountingError(DETACHED)
         return self.ledger
-
-
-def _check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
-    """Refuse a step that the ledger could not account for: traced, or of another batch."""
-    if compat.in_trace():
-        raise TypeError(
-            "step was called inside jit, scan or grad, where it would be recorded once for many "
-            "releases. Call it from Python; a jitted loop has clipped_grad_sum, "
-            "engine.record(num_steps=k) and noise_keys(k)."
-        )
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
-            "step before returned: step(state, batch)."
-        )
-    if not isinstance(batch, Chunk) or batch not in loader.drawn:
-        raise TypeError(
-            f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
-            "was changed since. Expected one of its batches as it is; augment examples in loss_fn."
-        )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dualdp._validate import AccountingError
 from dualdp.ledger.ledger import Ledger
-from dualdp.plan.accounting import num_batches, stretches
+from dualdp.plan.accounting import stretches
 from dualdp.plan.batches import (
     HandedOut,
     drawn_indices,
@@ -54,7 +54,7 @@ class PlannedLoader:
         users: rows of each user, for a plan with unit="user"; None for single rows.
 
     Attributes:
-        plan, bits, users: as given.
+        plan, bits, users, data_mesh: as given.
         arrays: list of the arrays of the data.
         physical_batch_size: int, examples of a chunk over all shards, or users.
         handed_out: `HandedOut`, record of the batches drawn.
@@ -82,7 +82,7 @@ class PlannedLoader:
         refuse_unsplit_numbers(data, num_rows)
         require_units(plan, num_rows, users)
         _require_items(self.arrays, plan.rows_per_item)
-        self.plan, self.bits, self.users, self._data_mesh = plan, bits, users, data_mesh
+        self.plan, self.bits, self.users, self.data_mesh = plan, bits, users, data_mesh
         self._ledger, self.origin = ledger, Origin(plan, data)
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False
@@ -169,9 +169,9 @@ class PlannedLoader:
 
     def _at(self, rows: NDArray[np.int64]) -> list[Array]:
         """Arrays of the data at these rows."""
-        if self._data_mesh is None:
+        if self.data_mesh is None:
             return [leaf[rows] for leaf in self.arrays]
-        return [self._data_mesh.rows(leaf, at=rows) for leaf in self.arrays]
+        return [self.data_mesh.rows(leaf, at=rows) for leaf in self.arrays]
 
 
 def _frozen(array: Array | None) -> Array | None:
@@ -205,24 +205,13 @@ def default_rows(plan: PrivacyPlan) -> int:
     """
     expected = max(size for _, size, _ in stretches(plan, 0, max(plan.num_steps or 1, 1)))
     spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
-    if _constant_sizes(plan):
+    if plan.sampler in ("fixed_size", "shuffle", "fixed_order"):
         spread = 0.0
     rows = expected + spread
     if jax.default_backend() == "cpu" and spread > expected / 8:
         rows = expected / 4
     most = min(plan.num_examples, plan.max_batch_size or plan.num_examples)
     return max(1, min(most, math.ceil(rows)))
-
-
-def _constant_sizes(plan: PrivacyPlan) -> set[int]:
-    """Sizes of the batches of a plan that draws no others; empty if they are random."""
-    size = plan.expected_batch_size_at(0)
-    if plan.sampler == "fixed_size":
-        return {round(size)}
-    if plan.sampler in ("shuffle", "fixed_order"):
-        batches = num_batches(plan.num_examples, size)
-        return {plan.num_examples // batches, -(-plan.num_examples // batches)}
-    return set()
 
 
 def examples_of(data: PyTree) -> tuple[PyTree, ...]:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private step: one jitted function per chunk, then one jitted update; two compilations.
 
-On a mesh a third jitted function between them sums over the shards.
+On a mesh a third jitted function between them sums over the shards. The host function that records,
+draws bits and dispatches is `PrivateStep.__call__`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -18,36 +21,35 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from dualdp import _validate, exactness
-from dualdp.ledger.ledger import Release
-from dualdp.plan.plan import PrivacyPlan
+from dualdp._validate import AccountingError, UnsupportedLayerError
+from dualdp.ledger.ledger import Ledger, Release
+from dualdp.randomness import noise_bits
 from dualdp_jax import compat
 from dualdp_jax.chunk import Chunk, Rows
 from dualdp_jax.compat import PyTree
-from dualdp_jax.noise.noise import Array, Noise, noised_mean
-from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
-from dualdp_jax.per_sample import clip
+from dualdp_jax.noise.noise import Array, Noise, NoiseSource, noised_mean
+from dualdp_jax.parallel.mesh import shardings, whole
+from dualdp_jax.per_sample import clip, methods
 from dualdp_jax.per_sample.call import Call, Options, Program, build
 from dualdp_jax.per_sample.checks import identity
 from dualdp_jax.per_sample.checks.calls import on_host
 from dualdp_jax.per_sample.checks.identity import Change, Floats, Numbers, Reference
-from dualdp_jax.per_sample.methods import (
-    GRADS,
-    SUM,
-    WAYS,
-    Answer,
-    Request,
-    answer,
-    check_method,
-    prepared,
-)
 from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
-from dualdp_jax.training import adam_bc
+from dualdp_jax.training.adam_bc import AdamBCState
+from dualdp_jax.training.loader import PlannedLoader
 
+DETACHED = (
+    "The engine is detached, so its step and loader have ended. Make a new engine, or load a "
+    "checkpoint."
+)
+_NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
 #: Callable (example, key) -> one view of it.
 Augment = Callable[[tuple[PyTree, ...], jax.Array], tuple[PyTree, ...]]
 Leaves = list[jax.Array]
 Arrays = tuple[Leaves, Leaves]  # trained leaves, and the other arrays of the model
+Answers = list[methods.Answer]  # norms, factors and aux of each chunk
+Metrics = dict[str, PyTree]
 
 
 class TrainState(NamedTuple):
@@ -93,15 +95,7 @@ class Inputs(NamedTuple):
     arrays: Arrays
     parts: list[Rows]  # the chunks, on the devices of a mesh
     dropout: Array  # (2,) uint32, key of the step's random masks
-    bound: Array  # scalar, C
-
-
-class Summed(NamedTuple):
-    """Step whose totals are known."""
-
-    inputs: Inputs
-    totals: Totals
-    answers: list[Answer]  # norms, factors and aux of each chunk
+    bound: PyTree  # scalar, C
 
 
 class Stages(NamedTuple):
@@ -122,31 +116,37 @@ class Stages(NamedTuple):
 
 
 @dataclass(eq=False)
-class CompiledStep:
-    """Plan, loss and optimizer of a run, with the compiled functions of a step."""
+class PrivateStep:
+    """Private step of a run, `state, metrics = step(state, batch)`, and its compiled functions."""
 
-    plan: PrivacyPlan
+    loader: PlannedLoader
     parameters: Parameters
     loss_fn: Callable[..., PyTree]
     optimizer: optax.GradientTransformation
     opt_state: PyTree  # the first
-    rebuild: Callable[[Leaves], tuple[PyTree, ...]]  # arrays -> arguments of the loss
     needs_key: bool
     has_aux: bool
     keep_batch_dim: bool
     method: str
     augment: Augment | None
     views: int  # views of each example
-    data_mesh: DataMesh | None  # of the rows; None for one device
+    rate: float  # share of checked steps
+    ledger: Ledger | None = None  # of the run, from its beginning until the engine is detached
+    last: Callable[..., Stages] | None = None  # stages of the last step
+    program: Program | None = None  # of the loss, which all compiled functions share
 
     def __post_init__(self) -> None:
-        check_method(self.method)
-        self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
+        methods.check_method(self.method)
+        self.next_ways = list(methods.WAYS[1:]) if self.method == "auto" else []
+        self.plan, self.data_mesh = self.loader.plan, self.loader.data_mesh
+        self.group = None if self.data_mesh is None else self.data_mesh.group
+        self.source = NoiseSource(self.plan)
+        self._is_checked = False  # a check passed since the start or the last failure
+        self._returned = 0  # step of the state that was returned last
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
         is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
         self.draws_keys = self.needs_key or self.augment is not None or is_module
-        self.takes_noise = adam_bc.is_in(self.opt_state)  # its standard deviation
-        self.program: Program | None = None  # of the loss, which all compiled functions share
+        self.takes_noise = bool(compat.nodes_of(self.opt_state, AdamBCState))  # its deviation
         self.dtype, mesh = self.parameters.dtype, self.data_mesh
         trained: Any = self.parameters.trained
         # Zeros once per run, on the device: new ones at each step would be a transfer of the size
@@ -166,13 +166,123 @@ class CompiledStep:
         self._collect = jax.jit(_without_shards, out_shardings=collected)
         self._apply = jax.jit(self._update, out_shardings=updated)
 
-    def falls_back(self) -> bool:
-        """Go on by the next way of "auto"; False if there is none."""
-        if not self.next_ways:
-            return False
-        self.method = self.next_ways.pop(0)
-        self._add = jax.jit(partial(self._add_chunk), out_shardings=self._added)  # traced anew
-        return True
+    def __call__(self, state: TrainState, batch: Chunk) -> tuple[TrainState, Metrics]:
+        """Perform one release: sum, check, record, draw bits, add noise, update.
+
+        Raises:
+            ExactnessError: the spot check of this step failed. Nothing of it was recorded or
+                released, and the same batch may be tried again.
+        """
+        ledger, step = self._accepted(state, batch)
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            nullcontext() if self.group is None else self.group.collective(f"step {step}"),
+        ):
+            bits, bound = self.loader.bits, ledger.max_grad_norm
+            dropout = bits.key("dropout", step) if self.draws_keys else _NO_KEY
+            due = exactness.check_at(bits, step, self.rate, is_first=not self._is_checked)
+            inputs = self.inputs(state.params, batch, dropout, bound)
+            totals, answers = self._compared(inputs, ledger, step, due)
+            arrays = inputs.arrays
+            del inputs  # frees what the sums were computed from
+            counts = (totals.num_below, totals.num_rows) if self.plan.is_adaptive else ()
+            release, secret = self._recorded(ledger, step, *map(int, counts))
+            noise = self.source.drawn(totals.sums, release, secret)
+            self.last = partial(self.stages, noise, state.params, batch, dropout, bound)
+            state, metrics = self.release(state, arrays, totals, release, noise)
+        if self.has_aux:
+            metrics["unprotected_aux"] = [answer.aux for answer in answers]
+        if self.plan.noise == "secure":
+            self.last, metrics = None, {}
+        self._returned = state.step
+        return state, {"step": step, **metrics}
+
+    def _accepted(self, state: TrainState, batch: Chunk) -> tuple[Ledger, int]:
+        """Ledger and step of a batch; a step that could not be accounted for is refused."""
+        if not compat.is_eager():
+            raise TypeError(
+                "step was called inside jit, scan or grad, where it would be recorded once for "
+                "many releases. Call it from Python; a jitted loop has clipped_grad_sum, "
+                "engine.record(num_steps=k) and noise_keys(k)."
+            )
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"state is {_validate.kind(state)}. Expected the TrainState that make_private or "
+                "the step before returned: step(state, batch)."
+            )
+        if not isinstance(batch, Chunk) or batch not in self.loader.drawn:
+            raise TypeError(
+                f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
+                "was changed since. Expected one of its batches as it is; augment examples in "
+                "loss_fn."
+            )
+        if self.ledger is None:
+            raise AccountingError(DETACHED)
+        step = int(batch.step)
+        if step != self.ledger.position:
+            self.ledger.require(step)  # raises
+        if state.step < self._returned:
+            warnings.warn(
+                f"step got a state of {state.step} steps after it had returned one of "
+                f"{self._returned}: what was learned since is lost, and its epsilon is spent. Keep "
+                "the state, as in state, metrics = step(state, batch); to go on from an older one "
+                "give it the newer number, older._replace(step=state.step).",
+                stacklevel=3,
+            )
+        return self.ledger, step
+
+    def _compared(
+        self, inputs: Inputs, ledger: Ledger, step: int, due: exactness.SpotCheck | None
+    ) -> tuple[Totals, Answers]:
+        """Totals of a step, compared with plain autodiff where that is due.
+
+        While no check has passed, "auto" goes on by its next way where one is not supported or
+        differs; the ledger notes it.
+        """
+        while True:
+            failed: Exception | None = None
+            try:
+                totals, answers = self.total(inputs)
+                is_checked = due is not None and self._check(inputs, totals, answers, due)
+            except (UnsupportedLayerError, exactness.ExactnessError) as error:
+                failed = error
+            if self.group is not None and due is not None:
+                every = self.group.gather(f"the spot check of step {step}", failed)
+                failed = failed or next(filter(None, every), None)
+            if failed is None:
+                break
+            if not self.next_ways:
+                if isinstance(failed, exactness.ExactnessError):
+                    self._is_checked = False
+                    ledger.check_failed(step, failed)
+                raise failed.with_traceback(None)  # whose frames hold the data
+            self.method = self.next_ways.pop(0)
+            self._add = jax.jit(partial(self._add_chunk), out_shardings=self._added)  # traced anew
+            ledger.note(method=f"auto goes by {self.method}")
+        if is_checked:
+            self._is_checked = True
+            self.next_ways.clear()
+            ledger.check_passed(step)
+        return totals, answers
+
+    def _recorded(self, ledger: Ledger, step: int, *counts: int) -> tuple[Release, bytes]:
+        """Record a step and draw its bits; of several processes the first says both.
+
+        `counts` are those of `Ledger.noisy_fraction`, for an adaptive bound.
+        """
+
+        def first() -> tuple[float | None, Release, bytes]:
+            fraction = ledger.noisy_fraction(*counts) if counts else None
+            release = ledger.record(step, noisy_fraction=fraction)
+            return fraction, release, noise_bits(ledger.plan.seed, step)
+
+        if self.group is None:
+            return first()[1:]
+        fraction, release, bits = self.group.on_first(f"the record of step {step}", first)
+        if not self.group.is_first:
+            release = ledger.record(step, noisy_fraction=fraction)
+        return release, bits
 
     @property
     def rows_of_each(self) -> int:
@@ -187,7 +297,6 @@ class CompiledStep:
             for part in batch.parts
         ]
         if self.data_mesh is not None:
-            others = self.data_mesh.others(others)
             parts = [Rows(part.arrays, *map(self.put, part[1:])) for part in parts]
         return Inputs((trained, others), parts, dropout, np.asarray(bound, self.dtype))
 
@@ -195,18 +304,13 @@ class CompiledStep:
         """Return an array of rows, or None, on the devices of the mesh."""
         return rows if rows is None or self.data_mesh is None else self.data_mesh.rows(rows)
 
-    def total(self, inputs: Inputs) -> Summed:
-        """Return the totals of a logical batch."""
+    def total(self, inputs: Inputs) -> tuple[Totals, Answers]:
+        """Return the totals of a logical batch, and the answers of its chunks."""
         totals, answers = self._nothing, []
         for rows in inputs.parts:
             totals, found = self._add(inputs.arrays, rows, *inputs[2:], totals)
             answers.append(found)
-        return Summed(inputs, self.collected(totals), answers)
-
-    def collected(self, totals: Totals | None = None) -> Totals:
-        """Return totals summed over the shards of a mesh; those of no chunk for None."""
-        totals = self._nothing if totals is None else totals
-        return totals if self.data_mesh is None else self._collect(totals)
+        return totals if self.data_mesh is None else self._collect(totals), answers
 
     def release(
         self, state: TrainState, arrays: Arrays, totals: Totals, release: Release, noise: Noise
@@ -225,7 +329,8 @@ class CompiledStep:
 
         With `grads` the per-sample gradients are formed too.
         """
-        (inputs, totals, answers), like = self.total(self.inputs(*step)), self.parameters.like
+        inputs, like = self.inputs(*step), self.parameters.like
+        totals, answers = self.total(inputs)
 
         def kept(parts: Sequence[jax.Array]) -> Array:
             pairs = zip(parts, inputs.parts, strict=True)
@@ -267,11 +372,11 @@ class CompiledStep:
             program=self.program,
         )
         parameters = replace(self.parameters, trained=model[0], others=others)
-        call = build(loss_fn, parameters, self.rebuild(arrays), options)
+        call = build(loss_fn, parameters, self.loader.origin.rebuild(arrays), options)
         self.program = call.program
         return call
 
-    def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
+    def clipper(self, parameters: Parameters, bound: clip.Bound) -> clip.Clip:
         """Return the clipping of a step with the bound C."""
         shares, clipping = self.plan.group_shares, self.plan.clipping
         if shares is None:
@@ -279,8 +384,8 @@ class CompiledStep:
         return clip.clipper(parameters, clipping, shares, times=bound)
 
     def _add_chunk(
-        self, model: Arrays, rows: Rows, dropout: Array, bound: Array, totals: Totals
-    ) -> tuple[Totals, Answer]:
+        self, model: Arrays, rows: Rows, dropout: Array, bound: jax.Array, totals: Totals
+    ) -> tuple[Totals, methods.Answer]:
         """Totals plus one more chunk, and the chunk's per-example results."""
         work, mesh = self._chunk, self.data_mesh
         work = work if mesh is None else mesh.spread(work, self.parameters.trained)
@@ -288,12 +393,12 @@ class CompiledStep:
         return jax.tree.map(jnp.add, totals, Totals(sums, *numbers)), each
 
     def _chunk(
-        self, model: Arrays, rows: Rows, dropout: Array, bound: Array
-    ) -> tuple[Leaves, tuple[jax.Array, ...], Answer]:
+        self, model: Arrays, rows: Rows, dropout: Array, bound: jax.Array
+    ) -> tuple[Leaves, tuple[jax.Array, ...], methods.Answer]:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(model, rows, dropout), rows.mask
-        request = Request(SUM, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call), mask, rows.factors)
+        request = methods.Request(methods.SUM, self.clipper(call.parameters, bound))
+        result = methods.answer(request, call, mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -327,6 +432,69 @@ class CompiledStep:
         extra = {"noisy_mean": mean, "noise_stddev": stddev}
         return optimizer.update(mean, opt_state, params, **extra)
 
+    def _check(
+        self, inputs: Inputs, totals: Totals, answers: Answers, due: exactness.SpotCheck
+    ) -> bool:
+        """Compare a step with plain autodiff; return False if it has no example.
+
+        It takes place after the totals are known and before anything is recorded or released. Our
+        side is the program that computed the totals, with other weights; it changes nothing.
+
+        Raises:
+            ExactnessError: it differs.
+        """
+        masks = [whole(rows.mask) for rows in inputs.parts]
+        counts, ends = np.concatenate(masks), np.cumsum([len(mask) for mask in masks])[:-1]
+        if int(whole(totals.num_rows)) != counts.sum():
+            raise exactness.ExactnessError(
+                "A spot check failed: the totals of a step do not count the rows of its batch, so "
+                "the sum over chunks or devices lost some, or has some twice. Nothing was released "
+                "for this batch. Report it, with the mesh and the version of jax.",
+                relative_error="inf",
+            )
+
+        def weighted_sum(weights: Floats) -> Leaves:
+            shares = [self.put(part.astype(self.dtype)) for part in np.split(weights, ends)]
+            parts = zip(inputs.parts, shares, strict=True)
+            chosen = [rows._replace(factors=share) for rows, share in parts]
+            sums, *_ = self.total(inputs._replace(parts=chosen))[0]
+            return sums
+
+        def subtract(
+            chunk: int, start: Leaves, weights: Floats, change: Change
+        ) -> tuple[Leaves, Leaves]:
+            (trained, others), rows = inputs.arrays, inputs.parts[chunk]
+            changed, arrays = ([*map(change, leaves)] for leaves in (trained, rows.arrays))
+            num_shards = 1 if self.data_mesh is None else self.data_mesh.num_shards
+            index, shares, count = identity.blocks_of(weights, num_shards)
+            chosen = (
+                rows._replace(arrays=arrays),
+                self.put(index),
+                self.put(shares.astype(self.dtype)),
+            )
+            return self.without(start, (changed, others), chosen, inputs.dropout, count)
+
+        numbers = Numbers(
+            self.parameters.names,
+            counts,
+            np.concatenate([on_host(answer.norms) for answer in answers]),
+            None,
+            self.clipper(self.parameters, inputs.bound),
+            {
+                group: np.concatenate([on_host(answer.factors[group]) for answer in answers])
+                for group in answers[0].factors
+            },
+            weighted_sum,
+            totals.sums,
+        )
+        assert self.program is not None
+        nothing, _ = self.total(inputs._replace(parts=[]))
+        sizes, precision = list(map(len, masks)), identity.precision_of(self.program)
+        reference = Reference(subtract, sizes, nothing.sums, precision)
+        seed, released = int(due.fractions[1] * 2**53), due.fractions[2] < 0.5
+        is_first = not self._is_checked
+        return identity.check(reference, numbers, seed=seed, is_first=is_first, released=released)
+
     @cached_property
     def without(self) -> Callable[..., tuple[Leaves, Leaves]]:
         """Program of a check: leaves minus the gradient of weighted losses, and their lengths.
@@ -346,16 +514,12 @@ class CompiledStep:
             call = self.call(model, rows, dropout)
             zeros = [jnp.zeros_like(widen(leaf)) for leaf in model[0]]
             parts = identity.without_gradient(call, zeros, index, shares, num_blocks)
-            return parts if mesh is None else [leaf[None] for leaf in parts]
+            return parts if mesh is None else jax.lax.psum(parts, mesh.axes)
 
-        each: Callable[..., Leaves] = of_shard
-        if mesh is not None:
-            each = mesh.each(of_shard, trained, out_specs=P(mesh.axes))
+        each = of_shard if mesh is None else mesh.each(of_shard, trained, out_specs=P())
 
         def subtract(start: Leaves, *inputs: PyTree) -> tuple[Leaves, Leaves]:
-            parts = each(*inputs)
-            parts = parts if mesh is None else [leaf.sum(0) for leaf in parts]
-            rest = [old + part for old, part in zip(start, parts, strict=True)]
+            rest = [old + part for old, part in zip(start, each(*inputs), strict=True)]
             return rest, list(map(jnp.linalg.norm, rest))
 
         assert self.program is not None
@@ -365,7 +529,8 @@ class CompiledStep:
 
     def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        return answer(Request(GRADS), prepared(self.call(model, rows, dropout))).leaves
+        request = methods.Request(methods.GRADS)
+        return methods.answer(request, self.call(model, rows, dropout)).leaves
 
 
 def _without_shards(totals: Totals) -> Totals:
@@ -426,59 +591,3 @@ def loss_of_view(
         return loss_fn(params, *view, **({"key": for_loss} if needs_key else {}))
 
     return loss
-
-
-def check(run: CompiledStep, step: Summed, due: exactness.SpotCheck, *, is_first: bool) -> bool:
-    """Compare a step with plain autodiff; return False if it has no example.
-
-    It takes place after the totals are known and before anything is recorded or released. Our side
-    is the program that computed the totals, with other weights; it changes nothing.
-
-    Raises:
-        ExactnessError: it differs.
-    """
-    inputs, totals, answers = step
-    masks = [whole(rows.mask) for rows in inputs.parts]
-    counts, ends = np.concatenate(masks), np.cumsum([len(mask) for mask in masks])[:-1]
-    if int(whole(totals.num_rows)) != counts.sum():
-        raise exactness.ExactnessError(
-            "A spot check failed: the totals of a step do not count the rows of its batch, so the "
-            "sum over chunks or devices lost some, or has some twice. Nothing was released for "
-            "this batch. Report it, with the mesh and the version of jax.",
-            relative_error="inf",
-        )
-
-    def weighted_sum(weights: Floats) -> Leaves:
-        shares = [run.put(part.astype(run.dtype)) for part in np.split(weights, ends)]
-        parts = zip(inputs.parts, shares, strict=True)
-        chosen = [rows._replace(factors=share) for rows, share in parts]
-        return run.total(inputs._replace(parts=chosen)).totals.sums
-
-    def subtract(
-        chunk: int, start: Leaves, weights: Floats, change: Change
-    ) -> tuple[Leaves, Leaves]:
-        (trained, others), rows = inputs.arrays, inputs.parts[chunk]
-        changed, arrays = ([*map(change, leaves)] for leaves in (trained, rows.arrays))
-        num_shards = 1 if run.data_mesh is None else run.data_mesh.num_shards
-        index, shares, count = identity.blocks_of(weights, num_shards)
-        chosen = rows._replace(arrays=arrays), run.put(index), run.put(shares.astype(run.dtype))
-        return run.without(start, (changed, others), chosen, inputs.dropout, count)
-
-    numbers = Numbers(
-        run.parameters.names,
-        counts,
-        np.concatenate([on_host(answer.norms) for answer in answers]),
-        None,
-        run.clipper(run.parameters, inputs.bound),
-        {
-            group: np.concatenate([on_host(answer.factors[group]) for answer in answers])
-            for group in answers[0].factors
-        },
-        weighted_sum,
-        totals.sums,
-    )
-    assert run.program is not None
-    zeros, precision = run.collected().sums, identity.precision_of(run.program)
-    reference = Reference(subtract, list(map(len, masks)), zeros, precision)
-    seed, released = int(due.fractions[1] * 2**53), due.fractions[2] < 0.5
-    return identity.check(reference, numbers, seed=seed, is_first=is_first, released=released)

@@ -113,15 +113,11 @@ def _own(name: str) -> PrivateStep:
 
 def _text(found: Audit, report: Report | None) -> str:
     """Text of the bound and the verdict, one line each."""
-    limit = found.false_alarm
-    p = f"< {limit:.1g}" if found.is_refuted else f"= {found.p_value:.2g}"
     lines = [
         f"claimed: epsilon = {found.claimed_epsilon:.3f} of one example at "
         f"delta = {found.delta:g}, {found.num_steps} steps",
-        f"seen: epsilon is at least {found.epsilon:.3f} with {found.confidence:.0%} confidence; "
-        f"p {p}",
-        f"p: probability of guesses as good as these if the claim is true; below {limit:.1g} it "
-        f"refutes the claim. At most one correct step in {1 / limit:,.0f} is refuted.",
+        f"seen: epsilon is at least {found.epsilon:.3f} with {found.confidence:.0%} confidence",
+        f"At most one correct step in {1 / found.false_alarm:,.0f} is refuted.",
         "",
         found.verdict,
     ]
@@ -132,7 +128,7 @@ def _text(found: Audit, report: Report | None) -> str:
 
 def _json(found: Audit, report: Report | None) -> str:
     """Audit and checks as JSON."""
-    data: dict[str, Any] = {**asdict(found), "is_refuted": found.is_refuted}
+    data = asdict(found)
     if report is not None:
         data["checks"] = [asdict(check) for check in report.checks]
     return json.dumps(data, indent=2)

@@ -151,13 +151,13 @@ def run_length(
     if (steps is None) == (epochs is None):
         raise ValueError("The length of the run is unclear. Give one of --steps and --epochs.")
     if steps is not None:
-        return _validate.sample_rate(sample_rate), _validate.integer("steps", steps)
+        return _validate.probability("sample_rate", sample_rate), _validate.integer("steps", steps)
     if num_examples is None or batch_size is None:
         raise ValueError("--epochs needs --num-examples and --batch-size. Or give --steps.")
     number = mechanisms.num_steps_of(
         epochs=float(epochs or 0.0), num_examples=num_examples, batch_size=batch_size
     )
-    return _validate.sample_rate(sample_rate), number
+    return _validate.probability("sample_rate", sample_rate), number
 
 
 def protected(unit: str, group_size: int) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dualdp import _validate, port
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.porting import parameter_map
 from dualdp_tools.compare import digits
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Experiment:
         rows = slice(0, NUM_COMPARED_EXAMPLES)
         ours, theirs = self.torch.per_sample_grads(rows), self.jax.per_sample_grads(rows)
         pairs = {
-            leaf: (ours[leaf.torch_name], leaf.to_torch(theirs[leaf.jax_index], batch_axes=1))
+            leaf: (ours[leaf.torch_name], leaf.to_torch(theirs, batch_axes=1))
             for leaf in self.layout
         }
         whole = np.sqrt(sum(_norms(b) ** 2 for _, b in pairs.values()))
@@ -168,25 +169,22 @@ class Experiment:
         run = type(self.jax)(self.settings, *self.digits)
         run.name = "switched"
         params = port.to_jax(self.torch.model, like=run.params)
-        state = port.optimizer_to_jax(
-            self.torch.optimizer, self.torch.model, like=run.optimizer_state, params=run.params
-        )
-        run.take_over(params, state, self.plan, steps)
+        momentum = parameter_map.to_jax(self.layout, self.torch.momentum())
+        run.take_over(params, momentum, self.plan, steps)
         return run
 
     def _point(self, step: int) -> Point:
         """State of all runs after `step` steps."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
-        differences = {
-            leaf.torch_name: _relative(ours[leaf.torch_name], leaf.to_torch(theirs[leaf.jax_index]))
-            for leaf in self.layout
-        }
+        there = {leaf.torch_name: leaf.to_torch(theirs) for leaf in self.layout}
+        differences = {name: _relative(ours[name], array) for name, array in there.items()}
         worst = max(differences, key=lambda name: _nan_is_worst(differences[name]))
         runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
         switched = None
         if self.switched is not None:
             runs.append(self.switched)
-            switched = max(map(_relative, self.switched.parameters(), theirs), key=_nan_is_worst)
+            moved = self.switched.parameters().values()
+            switched = max(map(_relative, moved, theirs.values()), key=_nan_is_worst)
         scores = {run.name: run.evaluate() for run in runs}
         return Point(
             step,

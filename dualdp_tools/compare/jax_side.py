@@ -94,12 +94,14 @@ class JaxRun:
         )
         self.ledger = self.engine.ledger
 
-    def take_over(self, params: Any, optimizer_state: Any, plan: PrivacyPlan, steps: int) -> None:
+    def take_over(self, params: Any, momentum: Any, plan: PrivacyPlan, steps: int) -> None:
         """Continue a run of the other stack: its state, its plan and its releases so far."""
         self.start(params)
         self.follow(plan)
         self.engine.record(num_steps=steps)
-        self.state = self.state._replace(opt_state=optimizer_state, step=steps)
+        trace = optax.TraceState(dpj.weights.from_named(params, momentum))
+        state = trace, *self.state.opt_state[1:]
+        self.state = self.state._replace(opt_state=state, step=steps)
 
     def private_step(self, step: int) -> None:
         """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
@@ -121,13 +123,13 @@ class JaxRun:
         updates, state = self.optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    def per_sample_grads(self, rows: slice) -> list[np.ndarray[Any, Any]]:
-        """Return leaves in tree order, each (n, *shape), for a slice of the training examples."""
+    def per_sample_grads(self, rows: slice) -> dict[str, np.ndarray[Any, Any]]:
+        """Return path -> (n, *shape), for a slice of the training examples."""
         batch = (array[rows] for array in self.train)
         return dpj.weights.to_numpy(dpj.per_sample_grads(self.loss_fn, self.params, *batch))
 
-    def parameters(self) -> list[np.ndarray[Any, Any]]:
-        """Return the leaves in tree order."""
+    def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return path -> array."""
         return dpj.weights.to_numpy(self.params)
 
     def evaluate(self) -> tuple[float, float]:

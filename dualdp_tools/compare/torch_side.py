@@ -119,6 +119,11 @@ class TorchRun:
         """Return name -> array."""
         return dpt.weights.to_numpy(self.model)
 
+    def momentum(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return name -> array of the optimizer's momentum."""
+        held = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        return {name: state["momentum_buffer"].numpy().copy() for name, state in held.items()}
+
     def evaluate(self) -> tuple[float, float]:
         """Return (mean loss, accuracy) on the held-out digits."""
         x, y = self.held_out

@@ -22,17 +22,17 @@ from torch import nn
 
 from dualdp import checkpoint
 from dualdp.checkpoint import RunDocument
-from dualdp_torch.checkpoint.run_state import (
+from dualdp_torch.checkpoint.single_file import (
     Path,
     generator_states,
     load_run,
+    require_savable,
     run_document,
     run_tensors,
-    settings_of,
-    to_numpy,
+    write_file,
 )
 from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.parallel.process_group import Group, group_of, on_all, on_first
+from dualdp_torch.parallel.process_group import Group, group_of
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import check_kinds
 from dualdp_torch.training.engine import PrivacyEngine
@@ -55,44 +55,35 @@ def save_sharded_checkpoint(
         Resumed, on as many processes or others, the run goes on where it was.
             [test_sharded_checkpoints_load_on_other_numbers_of_processes]
     """
-    settings, group = settings_of(model, optimizer, engine), engine.group
-    rank = 0 if group is None else group.rank
-    tensors, described = run_tensors(model, optimizer)
-    tensors |= generator_states(next(iter(engine.parameters.values())).device, rank)
-    number = on_first(
-        group, "the sharded checkpoint", lambda: 1 + max(checkpoint.numbers(folder), default=0)
-    )
-    part = checkpoint.numbered(folder, number).with_name(f".{number}.part")
+    require_savable(model, optimizer, engine)
+    group, device = engine.group, next(iter(engine.parameters.values())).device
+    tensors = run_tensors(model, optimizer) | generator_states(device, group.rank)
 
-    def describe() -> RunDocument:
-        shutil.rmtree(part, ignore_errors=True)
+    def begin() -> tuple[Folder, Folder, RunDocument]:
         checkpoint.make_folder(folder)
+        number = 1 + max(checkpoint.numbers(folder), default=0)
+        whole = checkpoint.numbered(folder, number)
+        part = whole.with_name(f".{number}.part")
+        shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        return run_document(engine, settings, model, described, folder)
+        return part, whole, run_document(engine, model, optimizer, folder)
 
-    document = on_first(group, f"the document of {engine.ledger.position} steps", describe)
+    part, whole, document = group.word(f"the document of {engine.ledger.position} steps", begin)
     with _dcp() as dcp:
-        dcp.save(tensors, checkpoint_id=part, no_dist=group is None)
-
-    def digests() -> dict[str, str]:
-        return {file.name: _sha256(file) for file in part.glob(f"__{rank}_*")}
-
-    written = [digests()] if group is None else group.each("the digests", digests)
+        dcp.save(tensors, checkpoint_id=part, no_dist=group.size == 1)
 
     def complete() -> None:
-        known = {name: digest for files in written for name, digest in files.items()}
-        others = (file for file in sorted(part.iterdir()) if file.name not in known)
-        document["files"] = known | {file.name: _sha256(file) for file in others}
+        document["files"] = {file.name: _sha256(file) for file in sorted(part.iterdir())}
         with (part / _DOCUMENT).open("w") as out:
             json.dump(document, out, allow_nan=False)
             out.flush()
             os.fsync(out.fileno())
-        part.rename(checkpoint.numbered(folder, number))
+        part.rename(whole)
         for older in checkpoint.numbers(folder):
-            if older < number:
+            if older < int(whole.name):
                 shutil.rmtree(checkpoint.numbered(folder, older))
 
-    on_first(group, "the end of the checkpoint", complete)
+    group.word("the end of the checkpoint", complete)
 
 
 def load_sharded_checkpoint(
@@ -114,23 +105,9 @@ def load_sharded_checkpoint(
     """
     check_kinds(model, optimizer, "model")
     group = group_of(model)
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-    number, document = on_first(group, "load_sharded_checkpoint", lambda: _document(folder))
-    on_all(
-        group, "the files", lambda: _check_files(folder, number, document, slice(rank, None, size))
-    )
-    like = run_tensors(model, optimizer)[0]
-    tensors = _loaded(checkpoint.numbered(folder, number), like, group)
-    return load_run(
-        tensors,
-        document,
-        folder,
-        ledger,
-        model=model,
-        inner=model,
-        optimizer=optimizer,
-        group=group,
-    )
+    newest, document = group.word("load_sharded_checkpoint", lambda: _newest(folder))
+    tensors = _loaded(newest, run_tensors(model, optimizer), group)
+    return load_run(tensors, document, folder, ledger, model, optimizer)
 
 
 def consolidate_checkpoint(folder: Path, path: Path) -> None:
@@ -151,13 +128,10 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
         One process goes on from the file as from the folder.
             [test_a_consolidated_checkpoint_goes_on_in_one_process]
     """
-    number, document = _document(folder)
-    _check_files(folder, number, document)
+    newest, document = _newest(folder)
     del document["files"]
-    tensors = _loaded(checkpoint.numbered(folder, number), {}, None)
-    document = checkpoint.relocated(document, folder, path)
-    document["bfloat16"] = [n for n, tensor in tensors.items() if tensor.dtype == torch.bfloat16]
-    checkpoint.write(path, {n: to_numpy(tensor) for n, tensor in tensors.items()}, document)
+    tensors = _loaded(newest, {}, Group())
+    write_file(path, tensors, checkpoint.relocated(document, folder, path))
 
 
 @contextlib.contextmanager
@@ -170,12 +144,12 @@ def _dcp() -> Iterator[ModuleType]:
         yield dcp
 
 
-def _loaded(folder: Folder, ours: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
+def _loaded(folder: Folder, ours: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     """Tensors of a checkpoint by name, sharded like those of model and optimizer."""
     with _dcp() as dcp:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {name: _room(name, entry, ours) for name, entry in saved.items()}
-        dcp.load(tensors, checkpoint_id=folder, no_dist=group is None)
+        dcp.load(tensors, checkpoint_id=folder, no_dist=group.size == 1)
     return tensors
 
 
@@ -188,26 +162,21 @@ def _room(name: str, entry: Any, ours: Mapping[str, Tensor]) -> Tensor:
     return torch.zeros(entry.size, dtype=dtype)
 
 
-def _document(folder: Path) -> tuple[int, RunDocument]:
-    """Number and document of the newest checkpoint; a folder without one is refused."""
-    newest = max(checkpoint.numbers(folder), default=0)
-    checkpoint.require_numbered(folder, newest)
-    document = json.loads((checkpoint.numbered(folder, newest) / _DOCUMENT).read_text())
+def _newest(folder: Path) -> tuple[Folder, RunDocument]:
+    """Newest checkpoint of a folder and its document; refuse files that were changed since."""
+    number = max(checkpoint.numbers(folder), default=0)
+    checkpoint.require_numbered(folder, number)
+    newest = checkpoint.numbered(folder, number)
+    document = json.loads((newest / _DOCUMENT).read_text())
     checkpoint.require_version(document, os.fspath(folder))
-    return newest, document
-
-
-def _check_files(
-    folder: Path, number: int, document: RunDocument, which: slice = slice(None)
-) -> None:
-    """Refuse files that were changed after they were written; `which` selects some of them."""
-    for name, digest in sorted(document["files"].items())[which]:
-        file = checkpoint.numbered(folder, number) / name
+    for name, digest in document["files"].items():
+        file = newest / name
         if not file.is_file() or _sha256(file) != digest:
             raise ValueError(
                 f"{file} was changed or removed after it was written. Expected a folder as "
                 "save_sharded_checkpoint left it; take another checkpoint."
             )
+    return newest, document
 
 
 def _sha256(file: Folder) -> str:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
 from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.per_sample.model_checks import require_module
 
@@ -27,7 +26,6 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "gru": (nn.GRU, nn.GRUCell),
     "rnn": (nn.RNN, nn.RNNCell),
 }
-_STATISTICS = ("running_mean", "running_var")
 
 
 def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
@@ -41,39 +39,34 @@ def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
 def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then running statistics."""
     yield from model.named_parameters()
-    yield from (pair for pair in model.named_buffers() if _is_statistic(pair[0]))
+    yield from _statistics(model)
 
 
-def _is_statistic(name: str) -> bool:
-    """True for running statistics, the buffers that JAX has, too."""
-    return name.rpartition(".")[2] in _STATISTICS
-
-
-def layout(model: nn.Module) -> dict[str, Any]:
-    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching`."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    tied = {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1}
-    return {"kinds": parameter_kinds(model), "tied": tied}
+def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Running statistics, the buffers that JAX has, too."""
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in ("running_mean", "running_var"):
+            yield name, buffer
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `dualdp.porting.matching.Matcher` that describe a torch module."""
+    """Return, as plain data, what `dualdp.porting.matching.Matcher` is told of a torch module."""
     require_module("The torch model", model)
-    values, described = dict(_values(model)), layout(model)
+    values, names = dict(_values(model)), dict[int, list[str]]()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
     return {
-        "torch_shapes": {name: tuple(value.shape) for name, value in values.items()},
-        "torch_kinds": described["kinds"],
-        "tied": described["tied"],
-        "frozen": frozenset(name for name, value in values.items() if not value.requires_grad),
+        "torch_shapes": {name: list(value.shape) for name, value in values.items()},
+        "torch_kinds": parameter_kinds(model),
+        "tied": {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1},
+        "frozen": [name for name, value in values.items() if not value.requires_grad],
     }
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Return kinds (`dualdp.layouts.LAYOUTS` or "raw") by parameter name, tied names included."""
+    """Return kinds (of `dualdp.porting.layouts`, or "raw") by name of a parameter, tied or not."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers() if _is_statistic(name)]
+    names += [name for name, _ in _statistics(model)]
     return {name: _kind(model, name.rpartition(".")[0]) for name in names}
 
 
@@ -117,24 +110,6 @@ def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str
         tensor = _dense(array)
         found[name] = tensor.to(dtype=value.dtype, device=value.device)
     return found
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, NDArray[Any]], dict[str, Any], list[str]]:
-    """Return arrays, description and trained parameters, the arguments of `TorchState.of`."""
-    tensors, described = named_state(optimizer, model)
-    arrays = {name: as_numpy(tensor) for name, tensor in tensors.items()}
-    return arrays, described, [n for n, p in model.named_parameters() if p.requires_grad]
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: Mapping[str, NDArray[Any]]
-) -> None:
-    """Load a state ("slot/parameter" -> array) into an optimizer, whose options are kept."""
-    _, described = named_state(optimizer, model)
-    tensors = {name: _dense(array) for name, array in arrays.items()}
-    restorer(optimizer, model, tensors, {**described, "plain": {}})()
 
 
 def _dense(array: Any) -> torch.Tensor:

@@ -18,21 +18,15 @@ from torch.utils.data import DataLoader
 
 from dualdp._validate import AccountingError
 from dualdp.checkpoint import RunDocument
+from dualdp.plan.arguments import FIELDS, SYNONYMS
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_torch.checkpoint.run_state import describe_run, ledger_opener, settings_in
-from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_first
+from dualdp_torch.checkpoint.single_file import describe_run, open_ledger, settings_in
+from dualdp_torch.parallel.process_group import QUIET, Group, group_of
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.loader import Draw, PlannedLoader
 from dualdp_torch.training.step import set_temporarily
 
 _KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "drop_last")
-
-#: Arguments of a callback that a resumed run's plan must have, and their names there.
-_COMPARED = {
-    **{name: name for name in ("max_grad_norm", "noise_multiplier", "clipping", "sampler")},
-    **{name: name for name in ("expected_batch_size", "target_epsilon", "on_budget")},
-    "target_delta": "delta",
-}
 
 
 class HostedRun:
@@ -78,14 +72,13 @@ class HostedRun:
         """Set attributes of one of the host's objects until `finish`."""
         set_temporarily(self.undo, owner, **values)
 
-    def take_loader(
-        self, loader: DataLoader[Any], size: int, times: int, processes: int
-    ) -> HostedLoader:
+    def take_loader(self, loader: DataLoader[Any], times: int, processes: int) -> HostedLoader:
         """Return a loader in place of the host's, with the plan's batches once the run has begun.
 
-        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches,
-        of `size` examples in one process, of which it would accumulate `times` for a step.
+        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches in
+        one process, of which it would accumulate `times` for a step.
         """
+        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         options = {name: getattr(loader, name) for name in _KEPT}
         plan, logical = self.arguments.get("plan"), size * times * processes
         if isinstance(plan, PrivacyPlan):
@@ -102,35 +95,35 @@ class HostedRun:
 
     def start(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
+        trained: tuple[nn.Module, torch.optim.Optimizer],
         wrapper: nn.Module,
         folder: str | os.PathLike[str],
         num_steps: int | None,
     ) -> None:
         """Attach an engine for a new run, or for the saved one, to the loader that was taken.
 
-        The host calls `wrapper`, such as `DistributedDataParallel`, or `module` itself, and will
-        take `num_steps` steps, None for no limit. Its folder is used unless the run has its own.
+        The host calls `wrapper`, such as `DistributedDataParallel`, or the `trained` module itself,
+        and will take `num_steps` steps, None for no limit. Its folder is used unless the run has
+        its own.
         """
         assert self.loader is not None
-        group, source, saved = group_of(wrapper), self.loader.source, self.saved
+        group, saved, self._trained = group_of(wrapper), self.saved, trained
         folder = Path(self._folder if self._folder is not None else folder)
         folder.mkdir(parents=True, exist_ok=True)
         if saved is None:
-            given = {"module": module, "optimizer": optimizer, "data_loader": source}
-            planned = self._begin(given | self.arguments, num_steps)
-            self._name = on_first(group, "the name", lambda: f"dualdp-{secrets.token_hex(6)}")
+            planned = self._begin(self.loader.source, num_steps)
+            self._name = group.word("the name", lambda: f"dualdp-{secrets.token_hex(6)}")
         else:
-            planned = self._resume(module, optimizer, source, saved, folder, group)
-        self._base, self._trained, self.is_running = folder / self._name, (module, optimizer), True
+            planned = self._resume(self.loader.source, saved, folder, group)
+        self._base, self.is_running = folder / self._name, True
         if isinstance(wrapper, DistributedDataParallel):
             self.replace(wrapper, **QUIET)
         self._described()
         self.loader.begin(planned, 0 if saved is None else int(saved["pass_batches"]))
 
-    def _begin(self, given: dict[str, Any], num_steps: int | None) -> PlannedLoader:
+    def _begin(self, source: DataLoader[Any], num_steps: int | None) -> PlannedLoader:
+        module, optimizer = self._trained
+        given = {"module": module, "optimizer": optimizer, "data_loader": source, **self.arguments}
         if self._name and (releases := len(self.engine.ledger)):
             raise AccountingError(
                 f"This callback has trained a run of {releases} releases already, and a new one "
@@ -150,13 +143,7 @@ class HostedRun:
         return self.engine.make_private_with_epsilon(num_steps=num_steps, **given)[2]
 
     def _resume(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        source: DataLoader[Any],
-        saved: Mapping[str, Any],
-        folder: Path,
-        group: Group | None,
+        self, source: DataLoader[Any], saved: Mapping[str, Any], folder: Path, group: Group
     ) -> PlannedLoader:
         try:
             self._name, document, _ = saved["name"], saved["run"], saved["pass_batches"]
@@ -166,8 +153,8 @@ class HostedRun:
                 f"The checkpoint says nothing of a private run ({error}). Expected one that was "
                 "saved while this callback was there."
             ) from error
-        opener = ledger_opener(group, document, folder / self._name)
-        engine = PrivacyEngine.loaded(module, optimizer, settings, opener, lambda: None, group)
+        ledger = open_ledger(group, document, folder / self._name)
+        engine = PrivacyEngine.loaded(*self._trained, settings, ledger, lambda: None)
         self.engine = engine
         try:
             self._refuse_other_arguments(engine.plan)
@@ -180,13 +167,16 @@ class HostedRun:
         """Refuse arguments that are not those of the saved run, which goes on by its own plan."""
         given, plan = self.arguments, self.arguments.get("plan")
         if isinstance(plan, PrivacyPlan):
-            given = {name: getattr(plan, field) for name, field in _COMPARED.items()}
+            given = {name: getattr(plan, name) for name in FIELDS}
+        pairs = {
+            name: (value, getattr(saved, SYNONYMS.get(name, name)))
+            for name, value in given.items()
+            if SYNONYMS.get(name, name) in FIELDS and isinstance(value, int | float | str)
+        }
         other = [
-            f"{name}={given[name]!r} (saved: {getattr(saved, field)!r})"
-            for name, field in _COMPARED.items()
-            if isinstance(given.get(name), int | float | str)
-            and isinstance(getattr(saved, field), int | float | str | None)
-            and given[name] != getattr(saved, field)
+            f"{name}={value!r} (saved: {theirs!r})"
+            for name, (value, theirs) in pairs.items()
+            if isinstance(theirs, int | float | str | None) and value != theirs
         ]
         if other:
             raise ValueError(
@@ -196,12 +186,9 @@ class HostedRun:
 
     def _described(self) -> RunDocument:
         """Bring the ledger to a file on rank 0, and return the document of the run on all ranks."""
-        engine, (model, optimizer) = self.engine, self._trained
-        settings = engine.settings_to_save(model, optimizer)
+        engine, trained = self.engine, self._trained
         point = f"the checkpoint after {engine.ledger.position} steps"
-        return on_first(
-            engine.group, point, lambda: describe_run(engine, settings, model, self._base)
-        )
+        return engine.group.word(point, lambda: describe_run(engine, *trained, self._base))
 
     def state(self) -> dict[str, Any]:
         """Return the run's part of the host's checkpoint: plain data.

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch.nn import functional as F
-from torch.utils.data import RandomSampler
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import get_last_checkpoint
@@ -19,14 +19,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import check_dataset, check_loader, draws_all
+from dualdp_torch.training.loader import check_loader
+from dualdp_torch.training.step import set_temporarily
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
 _DEFAULT_CLIP = 1.0  # default max_grad_norm of TrainingArguments, not the user's choice
 _KINDS = ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification")
 _CROSS_ENTROPIES = [f"For{kind}" for kind in _KINDS]
-_SAMPLERS = ("RandomSampler", "SeedableRandomSampler", "SequentialSampler")
 
 
 class PrivacyCallback(TrainerCallback):
@@ -80,13 +80,14 @@ class PrivacyCallback(TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer = trainer
-        trainer.train = MethodType(_train, self)
+        trainer.train = self.train
         return self
 
-    def train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run `Trainer.train` with the loader, loss and logs of this callback."""
         trainer, options = self._require_trainer(), self._require_trainer().args
         refuse(trainer)
+        resume = resume_from_checkpoint
         if resume is True:
             resume = get_last_checkpoint(options.output_dir)
         self._run.saved = _read(resume) if resume else None
@@ -127,39 +128,28 @@ class PrivacyCallback(TrainerCallback):
     def _make_loader(self) -> _Batches:
         """`get_train_dataloader` for a private run, which needs the data set's length only."""
         trainer = self._require_trainer()
-        check_dataset(trainer.train_dataset)
-        theirs = type(trainer).get_train_dataloader(trainer)
-        sampler = _sampler(theirs)
-        is_part = isinstance(sampler, RandomSampler) and not draws_all(
-            sampler, len(sampler.data_source)
-        )
-        if type(sampler).__name__ not in _SAMPLERS or is_part:
+        with ExitStack() as undo:  # accelerate would put a loader of its own around
+            set_temporarily(undo, trainer.accelerator, prepare=lambda loader: loader)
+            theirs = type(trainer).get_train_dataloader(trainer)
+        check_loader(theirs)
+        own, size = theirs.batch_sampler.batch_size, trainer.args.per_device_train_batch_size
+        if own != size:
             raise ValueError(
-                f"The trainer draws by {type(sampler).__name__}, which the plan's sampler would "
-                "replace. Expected its default; select examples in the data set instead."
+                f"get_train_dataloader has batches of {own}, and the plan's would be of "
+                f"per_device_train_batch_size={size}. Expected the same."
             )
-        size, processes = trainer.args.per_device_train_batch_size, trainer.args.world_size
-        if not type(theirs).__module__.startswith("accelerate."):  # made by get_train_dataloader
-            check_loader(theirs)
-            if (own := theirs.batch_sampler.batch_size) != size:
-                raise ValueError(
-                    f"get_train_dataloader has batches of {own}, and the plan's would be of "
-                    f"per_device_train_batch_size={size}. Expected the same."
-                )
-        return _Batches(self._run.take_loader(theirs, size, self._times, processes))
+        taken = self._run.take_loader(theirs, self._times, trainer.args.world_size)
+        self._batches = _Batches(taken)
+        return self._batches
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine, now that the trainer has its optimizer and has read its checkpoint."""
         trainer = self._require_trainer()
         if self._run.loader is None:
             raise RuntimeError("trainer.train was replaced after attach(). Attach last.")
-        self._run.start(
-            trainer.model,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),  # accelerate's wrapper
-            wrapper=trainer.model_wrapped,
-            folder=args.output_dir,
-            num_steps=state.max_steps,
-        )
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # in accelerate's
+        trained = trainer.model, optimizer
+        self._run.start(trained, trainer.model_wrapped, args.output_dir, state.max_steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the pass, and stop the training if the budget is spent."""
@@ -179,11 +169,11 @@ class PrivacyCallback(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run the physical batches of a logical one; the trainer makes the last optimizer step."""
         trainer = self._require_trainer()
-        step = type(trainer).training_step
-        total, parts = step(trainer, model, dict(inputs), None), 1
-        while not inputs.physical.is_last:
+        step = partial(type(trainer).training_step, trainer, model)
+        total, parts = step(inputs, None), 1
+        while not self._batches.physical.is_last:
             trainer.optimizer.step()  # adds to the clipped sum; the parameters do not change
-            total += step(trainer, model, dict(next(inputs.batches)), None)
+            total += step(next(self._batches.parts), None)
             parts += 1
         return total / parts
 
@@ -205,43 +195,23 @@ class PrivacyCallback(TrainerCallback):
         return per_example_loss(trainer.model, outputs, labels, smoothing).mean()
 
 
-def _train(
-    callback: PrivacyCallback, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`trainer.train` of an attached callback."""
-    return callback.train(resume_from_checkpoint, *args, **kwargs)
-
-
-class _Logical(dict[str, Any]):
-    """First physical batch of a logical batch, with an iterator over the others."""
-
-    physical: HostedLoader
-    batches: Iterator[Any]
-
-
 class _Batches:
-    """Iterable over logical batches, in place of the trainer's loader."""
+    """Iterable over the first physical batch of each logical one, in place of the trainer's loader.
+
+    Attributes:
+        parts: iterator of the pass, of which `_training_step` takes the other physical batches.
+    """
 
     def __init__(self, physical: HostedLoader) -> None:
-        self.dataset, self._physical = physical.dataset, physical
+        self.dataset, self.physical = physical.dataset, physical
+        self.parts: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
-        return len(self._physical.source)
+        return len(self.physical.source)
 
-    def __iter__(self) -> Iterator[_Logical]:
-        batches = iter(self._physical)
-        for batch in batches:
-            logical = _Logical(batch)
-            logical.physical, logical.batches = self._physical, batches
-            yield logical
-
-
-def _sampler(loader: Any) -> Any:
-    """Sampler at the bottom of a loader that accelerate may have wrapped."""
-    sampler = loader
-    for name in ("batch_sampler", "batch_sampler", "sampler"):
-        sampler = getattr(sampler, name, sampler)
-    return sampler
+    def __iter__(self) -> Iterator[Any]:
+        self.parts = iter(self.physical)
+        yield from self.parts
 
 
 def _checkpointing(options: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError:  # older name of the package
     from pytorch_lightning import Callback, LightningModule  # type: ignore[assignment]
 
-from dualdp_torch.checkpoint.run_state import all_generators, set_generators
+from dualdp_torch.checkpoint.single_file import all_generators, set_generators
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.per_sample.outputs import WholeStep, float_leaves
 from dualdp_torch.rules.base import Tensor
@@ -98,8 +98,7 @@ class PrivacyCallback(Callback):
                 return self._run.loader
             theirs = type(source).dataloader(source)
             check_loader(theirs)
-            size = theirs.batch_sampler.batch_size
-            return self._run.take_loader(theirs, size, times, processes)
+            return self._run.take_loader(theirs, times, processes)
 
         self._run.replace(source, dataloader=dataloader)
 
@@ -108,13 +107,9 @@ class PrivacyCallback(Callback):
         module, self._optimizer, step = self._recorded(trainer.optimizers, pl_module)
         trainer.fit_loop._data_source.dataloader()  # if nobody has asked for it so far
         num_steps = trainer.estimated_stepping_batches
-        self._run.start(
-            module,
-            self._optimizer,
-            wrapper=trainer.model,
-            folder=trainer.default_root_dir,
-            num_steps=int(num_steps) if 0 < num_steps < math.inf else None,
-        )
+        steps = int(num_steps) if 0 < num_steps < math.inf else None
+        trained = module, self._optimizer
+        self._run.start(trained, trainer.model, trainer.default_root_dir, steps)
         physical, replace = self.engine.plan.physical_batch_size, self._run.replace
         if physical is not None and trainer.limit_train_batches != 1.0:
             raise ValueError(
@@ -213,12 +208,7 @@ class PrivacyCallback(Callback):
             self._optimizer.step()
 
     def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Log epsilon, as often as Lightning writes logs."""
         position = self.engine.ledger.position

@@ -9,7 +9,6 @@ mean = source.noisy_mean(sums, release, noise_bits(plan.seed, step))
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +101,7 @@ class Layout:
 class Held(NamedTuple):
     """Where correlated noise stands: what is kept before `step`, for each part."""
 
-    owner: tuple[int, int]  # process and segment
+    segment: int
     step: int
     layout: Layout
     kept: list[Kept]
@@ -229,13 +228,13 @@ class NoiseSource:
                 for z, own in zip(draw(key, 1.0), kept, strict=True)
             ]
             noise, kept = [one for one, _ in found], [own for _, own in found]
-        self.held = Held((os.getpid(), release.segment), release.step + 1, flat, kept)
+        self.held = Held(release.segment, release.step + 1, flat, kept)
         return noise
 
     def _held_before(self, release: Release, flat: Layout) -> Held | None:
         """What is kept of the segment before a release; None at its beginning."""
         held = self.held
-        if held is None or held.owner != (os.getpid(), release.segment) or held.step > release.step:
+        if held is None or held.segment != release.segment or held.step > release.step:
             return None
         if held.layout != flat:
             raise ValueError(
@@ -346,17 +345,12 @@ Draw = Callable[[Key, float], list[Tensor]]
 
 def _fast(flat: Layout, key: Key, stddev: float) -> list[Tensor]:
     """Draw the normals of torch's own generator."""
-    return [
-        normals_between(
-            fold_in(key, part.group),
-            stddev,
-            part.start,
-            part.start + part.length,
-            size=flat.sizes[part.group],
-            like=flat.like(part),
-        )
-        for part in flat.parts
-    ]
+    found = list[Tensor]()
+    for part in flat.parts:
+        own, size, like = fold_in(key, part.group), flat.sizes[part.group], flat.like(part)
+        stop = part.start + part.length
+        found.append(normals_between(own, stddev, part.start, stop, size=size, like=like))
+    return found
 
 
 def _portable(
@@ -371,14 +365,14 @@ def _portable(
             "this model."
         )
     for part in flat.parts:
-        (name,), (start, size), like = part.names, part.piece, flat.like(part)
+        (name,), start, like = part.names, part.piece.start, flat.like(part)
         dtype: Any = np.float64 if like.dtype == torch.float64 else np.float32
         if name in leaves:  # a tensor may be several leaves of JAX
             leaf = partial(_leaf, key, dtype)
             drawn = np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
         else:
             own, stop = fold_in(key, flat.names.index(name)), start + part.length
-            drawn = threefry.normal_between(own, start, stop, size=size, dtype=dtype)
+            drawn = threefry.normal_between(own, start, stop, dtype=dtype)
         found.append(torch.from_numpy(drawn).to(like.device).mul_(stddev))
     return found
 

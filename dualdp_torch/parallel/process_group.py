@@ -32,8 +32,8 @@ class Group:
 
     Attributes:
         process_group: process group of torch; None for the default one.
-        rank: rank of this process in it.
-        size: number of processes, at least 2 for `Group.current`.
+        rank: rank of this process in it, 0 without `torch.distributed`.
+        size: number of processes, 1 for a process that trains by itself.
 
     Guarantees:
         A process that is lost makes the others stop in the time limit of the process group.
@@ -42,16 +42,9 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = process_group
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-
-    @classmethod
-    def current(cls, process_group: dist.ProcessGroup | None = None) -> Group | None:
-        """Return the group of this process; None if there is none or it has one process only."""
-        if not dist.is_available() or not dist.is_initialized():
-            return None
-        group = cls(process_group)
-        return group if group.size > 1 else None
+        self.process_group, self.rank, self.size = process_group, 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
 
     @property
     def is_first(self) -> bool:
@@ -63,6 +56,8 @@ class Group:
 
         A point is the name of a step or call, such as "step 3". Values are pickled, so small.
         """
+        if self.size == 1:
+            return [value]
         found: list[Any] = [None] * self.size
         with self.collective(point):
             dist.all_gather_object(found, (point, value), group=self.process_group)
@@ -98,6 +93,12 @@ class Group:
     def word(self, point: str, call: Callable[[], Result]) -> Result:
         """Return what a call returns on rank 0; its error stops all."""
         return self.each(point, call if self.is_first else None)[0]
+
+    def on_all(self, point: str, call: Callable[[], Result]) -> Result:
+        """Return what a call returns on this process, once it has succeeded on all."""
+        kept: list[Result] = []
+        self.each(point, lambda: kept.append(call()))  # results may be large: they are not sent
+        return kept[0]
 
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
@@ -204,20 +205,6 @@ def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, 
         yield name, repr(ours), repr(theirs)
 
 
-def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
-    """Return the result of a call on this process, once it has succeeded on all."""
-    if group is None:
-        return call()
-    kept: list[Result] = []
-    group.each(point, lambda: kept.append(call()))  # results may be large: they are not sent
-    return kept[0]
-
-
-def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
-    """Run a call on rank 0, or here without a group, and return its result on all processes."""
-    return call() if group is None else group.word(point, call)
-
-
 def as_integers(tensor: Tensor) -> Tensor:
     """Return the bits of a contiguous (..., k) tensor as integers, (..., k) or (..., 2 k)."""
     tensor = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
@@ -265,13 +252,13 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def group_of(module: nn.Module) -> Group | None:
+def group_of(module: nn.Module) -> Group:
     """Return the group that trains a module: that of its DDP wrapper, else the default one.
 
     A wrapper is refused that does something to gradients or parameters that we would undo.
     """
     if not isinstance(module, DistributedDataParallel):
-        return Group.current()
+        return Group()
     for name, does in (
         ("mixed_precision", module.mixed_precision is not None),
         ("a communication hook", bool(module._comm_hooks)),
@@ -283,4 +270,4 @@ def group_of(module: nn.Module) -> Group | None:
                 "clipped sums are reduced in float32. Expected the wrapper without it; use "
                 "torch.autocast for mixed precision."
             )
-    return Group.current(module.process_group)
+    return Group(module.process_group)

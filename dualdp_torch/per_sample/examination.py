@@ -5,29 +5,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, candidates
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.checks.identity import CANT_REPEAT
+from dualdp_torch.per_sample.checks.identity import CANT_REPEAT, relative_gap
 from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
+from dualdp_torch.per_sample.modes import Operations
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
-from dualdp_torch.per_sample.random_state import (
-    NoRandomness,
-    RandomState,
-    checksums,
-    on_copies,
-    refuse_written,
-)
+from dualdp_torch.per_sample.random_state import NoRandomness, Start, refuse_written
 from dualdp_torch.rules.base import Tensor
 
 #: Number of examples that are examined, and most layers without examples.
@@ -58,23 +53,6 @@ class Axes:
         return next((use for use, axis in pairs if not axis.fits(use.out_shape, n)), None)
 
 
-class _Picking(TorchDispatchMode):
-    """Dispatch mode that sees operations whose output's size depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.was_seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.dynamic_output_shape in func.tags:
-            indices = args[1] if func is torch.ops.aten.index.Tensor else ()
-            picks = [index.dtype == torch.bool for index in indices if index is not None]
-            self.was_seen |= not indices or any(picks)
-        return func(*args, **(kwargs or {}))
-
-
 class _Seen(NamedTuple):
     """One captured forward: its uses, with copies of their outputs, and its losses."""
 
@@ -93,7 +71,7 @@ class _Seen(NamedTuple):
         saved = use.acts if isinstance(use.acts, tuple) else (use.acts,)
         if any(tensor._version != version for tensor, version in use.versions):
             saved = ()
-        return [self.outs[number], *(tensor for tensor in saved if tensor is not None)]
+        return [tensor for tensor in (self.outs[number], *saved) if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -104,41 +82,33 @@ class _Examination:
     loss_fn: Callable[..., Any]
     parameters: Mapping[str, Tensor]
     has_aux: bool
+    start: Start
 
-    def run(self, batch: Batch, skip: frozenset[int], *, backward: bool = False) -> _Seen:
-        """Capture a forward, and perhaps the backward of its losses."""
+    def run(self, batch: Batch, skip: frozenset[int] | None, *, backward: bool = False) -> _Seen:
+        """Run a forward, captured unless `skip` is None, and perhaps the backward of its losses."""
         names, outs = {id(p): name for name, p in self.parameters.items()}, list[Tensor]()
 
         def note(use: Use, out: Tensor) -> None:
             outs.append(out.detach().clone())
 
-        state = RandomState.of(self.model)
-        with on_copies(self.model), state.repeated():
-            with Capture(names, note, skip) as capture:
+        capture = Capture(names, note, skip or frozenset())
+        with self.start.replayed(self.model):
+            with contextlib.nullcontext() if skip is None else capture:
                 out = self.loss_fn(self.model, *batch.arguments())
-            losses, has_drawn = (
-                check_losses(split_aux(out, self.has_aux)[0], batch.n),
-                state.has_drawn(),
-            )
+            losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
+            has_drawn = self.start.random.has_drawn()
             leftover = capture.backward(losses.sum(), self.parameters) if backward else []
         return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
-    def usable(self, batch: Batch, mask: Tensor | None) -> tuple[Batch | None, bool]:
-        """Return a few examples with finite losses, evenly spread, and if the forward drew numbers.
 
-        None stands for fewer than two examples.
-        """
-        state = RandomState.of(self.model)
-        with on_copies(self.model), state.repeated():
-            out = self.loss_fn(self.model, *batch.arguments())
-            has_drawn = state.has_drawn()
-        losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
-        good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
-        rows = good.nonzero().flatten()
-        if len(rows) < 2:
-            return None, has_drawn
-        spread = torch.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).round().long()
-        return batch.rows(rows[spread.to(rows.device)]), has_drawn
+def _usable(batch: Batch, losses: Tensor, mask: Tensor | None) -> Batch | None:
+    """Return a few examples with finite losses, evenly spread; None for fewer than two."""
+    good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
+    rows = good.nonzero().flatten()
+    if len(rows) < 2:
+        return None
+    spread = torch.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).round().long()
+    return batch.rows(rows[spread.to(rows.device)])
 
 
 def examine(
@@ -162,17 +132,27 @@ def examine(
         UnsupportedLayerError: an example has another loss alone, or a forward writes a parameter.
     """
     refuse_mixing_modules(model)
-    before, own = checksums(model), _Examination(model, loss_fn, parameters, has_aux)
+    start = Start.of(model, is_checked=True)
+    own = _Examination(model, loss_fn, parameters, has_aux, start)
+    picked = list[bool]()  # if the rows of each result whose size depends on data are picked by it
+
+    def see(func: Any, args: Any, out: Any) -> None:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+            picks = [index.dtype == torch.bool for index in indices if index is not None]
+            picked.append(not indices or any(picks))
+
     with eagerly():
-        with _Picking() as picking:
-            few, has_drawn = own.usable(batch, mask)
-        refuse_written(before, model)
+        with Operations(see):
+            whole = own.run(batch, None)
+        refuse_written(start.sums, model)
+        few = _usable(batch, whole.losses, mask)
         if few is None:
             return None
         tolerance = tolerance_of(model, parameters, batch)
-        with NoRandomness() if has_drawn else contextlib.nullcontext():
+        with NoRandomness() if whole.has_drawn else contextlib.nullcontext():
             try:
-                return _axes(own, few, tolerance, picking.was_seen)
+                return _axes(own, few, tolerance, any(picked))
             except SecondOrderError as error:
                 return str(error)
             except RuntimeError as error:
@@ -197,24 +177,16 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
         if any(seen.signatures() != whole.signatures() for seen in (turned, *alone)):
             return "which layers run depends on the examples"
         uses, fixed, axes = whole.capture.uses, set[int](), list[list[BatchAxis]]()
+        # An example alone may draw other numbers, by Python or NumPy: the identity will tell.
+        near = math.inf if whole.has_drawn else 10 * tolerance
+        placed = [(whole, row, one) for row, one in zip(ends, alone, strict=True)]
+        placed += [(turned, row, one) for row, one in zip(ends[::-1], alone, strict=True)]
         for i, use in enumerate(uses):
+            if use.can_skip and any(whole.outs[i].shape == one.outs[i].shape for one in alone):
+                fixed.add(use.position)
             rules = use.possible_axes, use.rule.rows_are_free, few.rows_per_unit
             by_shape = candidates(use.out_shape, few.n, *rules)
-            for row, one in zip(ends, alone, strict=True):
-                if whole.outs[i].shape == one.outs[i].shape and use.can_skip:
-                    fixed.add(use.position)
-                by_shape = [a for a in by_shape if _stands(a, whole, one, i, row, few.n)]
-            left = [
-                axis
-                for axis in by_shape
-                if all(
-                    _stands(axis, seen, one, i, place, few.n, tolerance)
-                    for row, one in zip(ends, alone, strict=True)
-                    for seen, place in ((whole, row), (turned, few.n - 1 - row))
-                )
-            ]
-            # An example alone may draw other numbers, by Python or NumPy: the identity will tell.
-            axes.append(by_shape if whole.has_drawn and not left else left)
+            axes.append([a for a in by_shape if all(_stands(a, i, *at) <= near for at in placed)])
         if not fixed - skip:
             break
         skip |= {min(fixed - skip)}  # the positions after it may be others without it
@@ -231,57 +203,41 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
     return Axes(whole.signatures(), found, skip, picks and any(axis.fold for axis in found))
 
 
-def _stands(
-    axis: BatchAxis,
-    whole: _Seen,
-    alone: _Seen,
-    number: int,
-    place: int,
-    n: int,
-    near: float | None = None,
-) -> bool:
-    """True if a use gives an example alone what stands at this place of the axis in the batch.
+def _stands(axis: BatchAxis, number: int, whole: _Seen, place: int, alone: _Seen) -> float:
+    """Return how far what a use gives an example alone is from what stands at a place of the axis.
 
-    Where positions are added up, an example alone may have fewer of them, as in a packed sequence.
-    Without a tolerance only shapes are compared.
+    It is nan if the shapes differ. Where positions are added up, an example alone may have fewer of
+    them, as in a packed sequence.
     """
-    is_free, copies = whole.capture.uses[number].rule.rows_are_free, len(alone.losses)
+    is_free = whole.capture.uses[number].rule.rows_are_free
+    n, copies, found = len(whole.losses), len(alone.losses), 0.0
     for together, single in zip(whole.tensors(number), alone.tensors(number), strict=False):
         if single.dim() != together.dim() or not axis.fits(single.shape, copies):
-            return False
+            return math.nan
         ours, theirs = axis.batch_first(together, n)[place], axis.batch_first(single, copies)[0]
         if is_free and (axis.axis or not axis.fold):
             ours = ours[tuple([slice(size) for size in theirs.shape[:-1]])]
-        if ours.shape != theirs.shape or (near is not None and not _near(ours, theirs, near)):
-            return False
-    return True
-
-
-def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    """True if two tensors of one shape are equal up to rounding."""
-    if torch.equal(ours, theirs) or not ours.numel():
-        return True
-    a, b = ours.double(), theirs.double()
-    size = torch.maximum(b.abs(), b.abs().mean().nan_to_num())
-    near = (a - b).abs() <= 10 * tolerance * size + 1e-30
-    return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
+        if ours.shape != theirs.shape:
+            return math.nan
+        found = max(found, relative_gap([ours.double()], [theirs.double()], ...))
+    return found
 
 
 def _refuse_apart(
     own: _Examination, few: Batch, together: Tensor, single: Tensor, tolerance: float
 ) -> None:
     """Refuse losses of the first and the last example that are others alone, in float64 too."""
-    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
-    apart = float(((together - single).abs() / size).nan_to_num(torch.inf).max())
+    apart = relative_gap([together], [single], ...)
     if apart <= tolerance:
         return
     with contextlib.suppress(*CANT_REPEAT):
-        double = replace(own, model=copy.deepcopy(own.model).double())
+        model = copy.deepcopy(own.model).double()
+        double = replace(own, model=model, start=own.start.on(model))
         wide = few.on([t.double() if t.is_floating_point() else t for t in few.tensors()])
         rows = [wide.rows(slice(row, row + 1)) for row in (0, few.n - 1)]
         losses = double.run(wide, frozenset()).losses[[0, -1]]
         exact = torch.cat([double.run(row, frozenset()).losses for row in rows])
-        if _near(losses, exact, TOLERANCE[torch.float64]):
+        if relative_gap([losses], [exact], ...) <= 10 * TOLERANCE[torch.float64]:
             return
     raise UnsupportedLayerError(
         f"The loss of an example is another one alone than in the batch (relative difference "

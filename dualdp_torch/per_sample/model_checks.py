@@ -114,7 +114,8 @@ def fix(model: nn.Module, *, num_groups: int = 32) -> nn.Module:
         A new model with the same weights.
 
     Raises:
-        UnsupportedLayerError: a module that can't be replaced, by its path.
+        UnsupportedLayerError: a module that can't be replaced, by its path; a batch norm of
+            vectors of one number.
         TypeError, ValueError: a wrong argument.
     """
     _validate.integer("num_groups", num_groups, minimum=1)
@@ -163,6 +164,11 @@ def _is_followed_by_children(module: Any) -> bool:
 
 def _group_norm(module: Any, num_groups: int) -> nn.GroupNorm:
     channels = module.num_features
+    if isinstance(module, nn.BatchNorm1d) and channels == 1:
+        raise UnsupportedLayerError(
+            "BatchNorm1d(1) can't become a group norm, which makes one number a constant. Expected "
+            "nn.Identity() in its place, or nn.GroupNorm(1, 1) where it gets a row (1, length)."
+        )
     # Vectors and maps of one pixel have one value per channel: small groups would cancel it.
     least = _CHANNELS_OF_VECTORS if isinstance(module, nn.BatchNorm1d) else _CHANNELS_OF_MAPS
     most = max(1, channels // least)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Function modes on this thread's stack, below and above those of the user, and autocast."""
+"""Modes: functions on this thread's stack, above and below the user's; operations; autocast."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
@@ -14,6 +15,20 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Dispatch mode that shows `see` every operation, its arguments and its result."""
+
+    def __init__(self, see: Callable[[Any, Any, Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._see(func, args, out)
+        return out
 
 
 def remove_mode(mode: TorchFunctionMode) -> bool:

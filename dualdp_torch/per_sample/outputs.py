@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,9 +157,8 @@ class WholeStep(nn.Module):
 # ---------------------------------------------------------------------- a loss inside
 
 
-class _Recorder(Protocol):
-    def pause(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards are not recorded."""
+#: Function that returns a context in which backwards are not recorded.
+Pause = Callable[[], AbstractContextManager[None]]
 
 
 class _FromOutputs(torch.autograd.Function):
@@ -167,10 +166,10 @@ class _FromOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: _Recorder, number: Tensor, made: list[Tensor], *handed_out: Tensor
+        ctx: Any, pause: Pause, number: Tensor, made: list[Tensor], *handed_out: Tensor
     ) -> Tensor:
         """Return the number; `made` are the outputs inside the model's graph."""
-        ctx.recorder, ctx.number, ctx.made = recorder, number, made
+        ctx.pause, ctx.number, ctx.made = pause, number, made
         return number.detach()
 
     @staticmethod
@@ -184,19 +183,14 @@ class _FromOutputs(torch.autograd.Function):
                 "examples on axis 0 (for models of Hugging Face, per_example_loss(model, outputs, "
                 "labels).mean() of dualdp_torch.trainer); or use clipped_grad_sum."
             )
-        with ctx.recorder.pause():
+        with ctx.pause():
             grads = partial_gradients([ctx.number], ctx.made, [grad])
         return None, None, None, *grads
 
 
-def from_outputs(
-    recorder: _Recorder, number: Tensor, made: list[Tensor], handed_out: Sequence[Tensor]
-) -> Tensor:
-    """Return a number of a forward () as a function of the outputs that the loop receives.
-
-    Its backward is refused if the number was computed from more than these.
-    """
-    return _FromOutputs.apply(recorder, number, made, *handed_out)  # type: ignore[no-any-return]
+#: Function of `pause`, a number of a forward (), the outputs inside the model's graph, and those
+#: that the loop gets, of which the result is a function; a number of more than these is refused.
+from_outputs: Callable[..., Tensor] = _FromOutputs.apply
 
 
 def partial_gradients(

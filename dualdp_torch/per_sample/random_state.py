@@ -27,15 +27,11 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
     """Return the function that sets a generator's state, and a copy of the state."""
-    if generator is random or isinstance(generator, random.Random):
+    if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return partial(setattr, bits, "state"), bits.state
-    if generator is torch:
-        return torch.set_rng_state, torch.get_rng_state()
-    if generator is torch.cuda:
-        return torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
     return generator.set_state, generator.get_state()
 
 
@@ -43,10 +39,16 @@ class RandomState:
     """State of torch's, NumPy's and Python's global generators, and of others, such as modules'."""
 
     def __init__(self, own: Iterable[Any] = ()) -> None:
-        everywhere = [torch, random, np.random, *[torch.cuda] * torch.cuda.is_initialized()]
         self._own = [*own]
-        self._generators = [*everywhere, *self._own]
-        self._states = [_state_of(generator) for generator in self._generators]
+        self._states: list[tuple[Callable[[Any], Any], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+            (np.random.set_state, np.random.get_state()),  # noqa: NPY002
+            *map(_state_of, self._own),
+        ]
+        if torch.cuda.is_initialized():
+            of_cuda = torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
+            self._states.append(of_cuda)
 
     @classmethod
     def of(cls, model: nn.Module) -> RandomState:
@@ -63,8 +65,10 @@ class RandomState:
 
     def bits(self) -> list[bytes]:
         """Return the states as bytes, for comparison."""
-        states = [state for _, state in self._states]
-        return [s.numpy().tobytes() if torch.is_tensor(s) else pickle.dumps(s) for s in states]
+        return [
+            state.numpy().tobytes() if torch.is_tensor(state) else pickle.dumps(state)
+            for _, state in self._states
+        ]
 
     def now(self) -> RandomState:
         """Return the present state of the same generators."""
@@ -95,19 +99,31 @@ def untouched_generators(model: nn.Module | None = None) -> AbstractContextManag
     return (RandomState() if model is None else RandomState.of(model)).repeated()
 
 
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of modules, the content of lists and mappings too.
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> copy of every buffer."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
-    FSDP exchanges parameters, which stay. Hooks that were added go, since the attribute that tells
-    that they are there does; a hook may remove itself for good.
+
+@contextlib.contextmanager
+def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """Context whose forwards write copies of the buffers, and which restores what modules hold.
+
+    The buffers themselves are not written, since a graph may hold them. `values` maps names to what
+    the copies hold instead. Attributes are restored, the content of lists and mappings too. FSDP
+    exchanges parameters, which stay. Hooks that were added go, since the attribute that tells that
+    they are there does; a hook may remove itself for good.
     """
-    kept = list[tuple[Any, Any, bool]]()
-    for attributes in map(vars, modules_of(model)):
+    kept, modules = list[tuple[Any, Any, bool]](), modules_of(model)
+    for attributes in map(vars, modules):
         kept.append((attributes, attributes.copy(), False))
         for key, v in attributes.items():
             if isinstance(v, list | dict | set) and key != "_parameters":
                 kept.append((v, v.copy(), "_hooks" in key))
+    copies, given = dict[int, Tensor](), values or {}
+    for name, buffer in model.named_buffers():
+        copies[id(buffer)] = given.get(name, buffer).detach().clone()
+    for buffers in [module._buffers for module in modules if module._buffers]:
+        buffers.update({key: copies.get(id(b), b) for key, b in buffers.items()})
     try:
         yield
     finally:
@@ -119,27 +135,6 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                     content = {key: hook for key, hook in content.items() if key in container}
                 container.clear()
                 container.update(content)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> copy of every buffer."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-@contextlib.contextmanager
-def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-    """Context whose forwards write copies of the buffers; attributes are restored at its end.
-
-    The buffers themselves are not written, since a graph may hold them. `values` maps names to what
-    the copies hold instead.
-    """
-    given, copies = values or {}, dict[int, Tensor]()
-    for name, buffer in model.named_buffers():
-        copies[id(buffer)] = given.get(name, buffer).detach().clone()
-    with attributes_kept(model):
-        for buffers in [m._buffers for m in modules_of(model) if m._buffers]:
-            buffers.update({key: copies.get(id(b), b) for key, b in buffers.items()})
-        yield
 
 
 def checksums(model: nn.Module) -> dict[tuple[str, int], Tensor]:
@@ -190,8 +185,10 @@ class Start:
         return cls(RandomState.of(model), buffers_of(model), numbers, sums)
 
     def on(self, model: nn.Module) -> Start:
-        """Return this state for a copy of the model."""
-        return replace(self, random=self.random.on(model))
+        """Return this state for a copy of the model, of its own precision."""
+        named = model.named_buffers()
+        buffers = {name: self.buffers.get(name, b).to(b.dtype) for name, b in named}
+        return replace(self, random=self.random.on(model), buffers=buffers)
 
     @contextlib.contextmanager
     def replayed(self, model: nn.Module) -> Iterator[None]:
@@ -220,16 +217,16 @@ class NoRandomness(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUT:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "").rstrip("_")
+        if "dropout" in name and "native" not in name:
             return args[0] if args else kwargs["input"]
         if func in _WITH_DROPOUT:
-            at, name = _WITH_DROPOUT[func]
+            at, p = _WITH_DROPOUT[func]
             at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
-            kwargs |= {name: 0.0} if name in kwargs else {}
+            kwargs |= {p: 0.0} if p in kwargs else {}
         out = func(*args, **kwargs)
-        return out.detach().fill_(0.5) if func in _RANDOM else out
+        return out.detach().fill_(0.5) if name in _DRAWS else out
 
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -239,11 +236,4 @@ _WITH_DROPOUT = {
     F.multi_head_attention_forward: (10, "dropout_p"),
     **{function: (5, "dropout") for function in _RECURRENT},
 }
-_DROPOUT = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
-}
-_RANDOM = {
-    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli),
-    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
-}
+_DRAWS = {"rand", "randn", "rand_like", "randn_like", "normal", "bernoulli", "uniform"}

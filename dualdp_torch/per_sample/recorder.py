@@ -316,7 +316,8 @@ class Recorder:
             changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
-                "up again, so that what is clipped is what is trained."
+                "up again, so that what is clipped is what is trained; a functional_call with "
+                "other parameters belongs under engine.pause(), and is not private."
             )
 
     def _refuse_other_examples(self, forward: Forward) -> None:
@@ -369,7 +370,7 @@ class Recorder:
         for number in numbers:
             made = [leaf for leaf in floats if handed_out[id(leaf)].requires_grad]
             own = [handed_out[id(leaf)] for leaf in made]
-            handed_out[id(number)] = from_outputs(self, number, made, own)
+            handed_out[id(number)] = from_outputs(self.pause, number, made, *own)
         self.twins.leave_model(
             [(leaf, handed_out.get(id(leaf), leaf)) for leaf in tensors],
             [(number, handed_out[id(number)]) for number in numbers],

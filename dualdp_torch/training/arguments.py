@@ -1,35 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and settings from the arguments of `make_private`, which may use Opacus' names."""
+"""Plan and settings from the arguments of `make_private`, which may use Opacus' names.
+
+Several processes compare them, their models and their data before the first step.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils import _pytree as pytree
 
 from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows, rows_of_data
-from dualdp_torch.parallel.fsdp import check_sharded
+from dualdp.randomness import SegmentBits, fresh_bits
+from dualdp_torch.parallel.fsdp import check_sharded, is_sharded
+from dualdp_torch.parallel.process_group import Group, as_integers, fingerprints
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
+from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.training.adam_bc import AdamBC
-from dualdp_torch.training.items import Augment, Views
-from dualdp_torch.training.loader import (
-    PlannedLoader,
-    check_loader,
-    expected_batch_size,
-    most_steps,
-)
+from dualdp_torch.training.loader import Data
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
@@ -39,6 +42,7 @@ GRAD_SAMPLE_MODES = {
     "functorch": "vmap",
     "ghost": "two_pass",
 }
+_ROWS = 16  # rows of the data that processes compare
 _ADAPTIVE = "Expected dualdp.schedules.AdaptiveNorm as max_grad_norm"
 #: Further arguments of Opacus' make_private: the value that means what happens here, or None, and
 #: what to do about another one.
@@ -51,10 +55,10 @@ _OPACUS: dict[str, tuple[bool | None, str]] = {
     ),
     "wrap_model": (False, "Expected it left out: never wrapped; engine.detach() cleans up"),
     "rand_on_empty": (False, "Expected it left out: an empty draw comes as one masked example"),
-    **dict.fromkeys(
-        ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound"),
-        (None, _ADAPTIVE),
-    ),
+    "target_unclipped_quantile": (None, _ADAPTIVE),
+    "clipbound_learning_rate": (None, _ADAPTIVE),
+    "max_clipbound": (None, _ADAPTIVE),
+    "min_clipbound": (None, _ADAPTIVE),
     "unclipped_num_std": (None, _ADAPTIVE),
 }
 
@@ -93,11 +97,13 @@ def check(
     """Refuse a model, optimizer or plan that cannot be trained privately; changes nothing."""
     _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
     _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):  # as of SAM
+        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        what = "evaluates its closure several times a step" if is_lbfgs else "climbs by first_step"
         raise ValueError(
-            "optimizer is LBFGS, which evaluates its closure several times a step, and each "
-            "gradient would be a release of its own. Expected one gradient a step, as SGD and Adam "
-            "need; they take a closure, too."
+            f"optimizer is {type(optimizer).__name__}, which {what}, and each gradient would be a "
+            "release of its own. Expected one gradient a step, as SGD and Adam need; they take a "
+            "closure, too."
         )
     if isinstance(optimizer, AdamBC):
         adam.require_independent(plan)
@@ -155,28 +161,6 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"sampler": "poisson" if poisson else "shuffle"}
 
 
-class Data(NamedTuple):
-    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
-
-    loader: DataLoader[Any]
-    views: Views
-    users: UserRows | None
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
-        """Return the data of the arguments of `make_private`; `users` is None for examples."""
-        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
-            loader = loader.source
-        check_loader(loader)
-        seen = Views(views, augment)
-        if users is not None and augment is not None:
-            raise ValueError(
-                "users and views= or augment= came together, and a unit is the rows of a user or "
-                "the views of a row. Expected one of the two; the data set may augment its rows."
-            )
-        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
-
-
 def plan_of(
     data: Data,
     plan: PrivacyPlan | None,
@@ -191,15 +175,106 @@ def plan_of(
     passed. With users both count users. `method` has the further arguments that errors name, and
     `options` are those of `dualdp.plan.arguments.plan_of`.
     """
-    found, (loader, _, users) = _translated(given), data
-    size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
+    found = _translated(given)
     if plan is None:
-        expected = expected_batch_size(loader)
-        found.setdefault("expected_batch_size", min(expected, size) if users is None else expected)
-    if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
-        epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
-        found["num_steps"] = epochs * (most_steps(loader, users) or 0)
+        size = data.batch_size
+        expected = min(size, data.num_units) if data.users is None else size
+        found.setdefault("expected_batch_size", expected)
+    steps = data.most_steps
+    if found.get("epochs") is not None and found.get("num_steps") is None and steps is not None:
+        found["num_steps"] = steps * _validate.integer("epochs", found.pop("epochs"), minimum=1)
     also = {"poisson_sampling", *(name for name, (ours, _) in _OPACUS.items() if ours is not None)}
     own = inspect.signature(method).parameters.values()
     also |= {p.name for p in own if p.kind != p.VAR_KEYWORD}
-    return arguments.plan_of(plan, found, num_examples=size, method=name, also=also, **options)
+    return arguments.plan_of(
+        plan, found, num_examples=data.num_units, method=name, also=also, **options
+    )
+
+
+def agreed(
+    group: Group,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    plan: PrivacyPlan,
+    settings: RunSettings,
+    noise_layout: object,
+) -> SegmentBits:
+    """Return the bits of batches of a segment that begins, the same on all processes.
+
+    Guarantees:
+        What differs between processes is found before the first step.
+            [test_what_differs_between_ranks_is_named]
+    """
+    if group.size == 1:
+        return SegmentBits(plan.seed)
+    parameters = dict(module.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
+    groups = [
+        {k: [names.get(id(p)) for p in v] if k == "params" else repr(v) for k, v in each.items()}
+        for each in optimizer.param_groups
+    ]
+    group.require_same("plan", json.loads(plan.to_json()))
+    compared = {"steps in a pass": len(data.loader), "noise_layout": repr(noise_layout)}
+    group.require_same("settings", {"torch": torch.__version__, **asdict(settings), **compared})
+    group.require_same("model", {name: _described(p) for name, p in parameters.items()})
+    kind = type(optimizer).__qualname__
+    group.require_same("optimizer", {"class": kind, "groups": groups})
+    whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
+    starts = dict(zip(whole, fingerprints(whole.values()), strict=True))
+    hint = "Set the same seed before building the model, or load the same weights."
+    group.require_same("the start of parameters", starts, hint, shown=False)
+    secret, chosen = group.word(
+        "the first words", lambda: (SegmentBits(plan.seed).secret, fresh_bits(8 * _ROWS))
+    )
+    hint = "Row i must be the same example on every process, of one data set that all have whole."
+    group.require_same("data", _some_rows(data.loader.dataset, chosen), hint, shown=False)
+    arrays = None if data.users is None else _digest([data.users.starts, data.users.order])
+    hint = "Give all of them the same users=, one id for each row of the whole data."
+    group.require_same("users", arrays, hint, shown=False)
+    return SegmentBits(plan.seed, secret)
+
+
+def _described(p: torch.Tensor) -> list[Any]:
+    """Shape, dtype and device of a parameter, on which a generator's numbers depend."""
+    device = torch.cuda.get_device_name(p.device) if p.is_cuda else str(p.device)
+    return [list(p.shape), str(p.dtype), device, p.requires_grad]
+
+
+def _some_rows(dataset: Any, chosen: bytes) -> dict[str, Any]:
+    """Length of a data set and digests of a few rows, which tell another order of its rows.
+
+    A row that differs between two fetches (an augmentation), or that can't be fetched here, is
+    None.
+    """
+    assert isinstance(dataset, Sized)  # as `check_loader` has made sure
+    rows = np.frombuffer(chosen, np.uint64) % np.uint64(max(1, len(dataset)))
+    with untouched_generators():
+        pairs = [[_fetched(dataset, int(row)) for _ in range(2)] for row in rows[: len(dataset)]]
+    found = [first if first == second else None for first, second in pairs]
+    return {"class": type(dataset).__qualname__, "examples": len(dataset), "rows": found}
+
+
+def _fetched(dataset: Any, row: int) -> str | None:
+    try:
+        return _digest(dataset[row])
+    except Exception:  # noqa: BLE001 - a data set may open its files in workers only
+        return None
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of plain data, arrays and tensors in nested containers."""
+    leaves, spec = pytree.tree_flatten(value)
+    state = hashlib.sha256(repr(spec).encode())
+    for leaf in leaves:
+        state.update(repr([getattr(leaf, name, None) for name in ("shape", "dtype")]).encode())
+        if torch.is_tensor(leaf):
+            leaf = as_integers(leaf.detach().cpu().contiguous().reshape(-1)).numpy()
+        elif isinstance(leaf, str | PurePath):  # a file's folder may differ between machines
+            leaf = PurePath(leaf).parts[-2:]
+        if hasattr(leaf, "tobytes"):  # an array, a NumPy scalar, an image
+            state.update(leaf.tobytes())
+        else:
+            is_plain = isinstance(leaf, tuple | bytes | int | float | None)
+            state.update(repr(leaf if is_plain else type(leaf)).encode())
+    return state.hexdigest()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,26 +24,17 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import SegmentBits
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.training.arguments import Data, RunSettings, check, check_kinds, plan_of
+from dualdp_torch.parallel.process_group import QUIET, Group, group_of, unwrapped
+from dualdp_torch.training.arguments import RunSettings, agreed, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
-from dualdp_torch.training.items import Augment
-from dualdp_torch.training.loader import (
-    SINGLE_PROCESS,
-    OwnLoopLoader,
-    PlannedLoader,
-    Share,
-    most_steps,
-)
+from dualdp_torch.training.loader import Augment, Data, OwnLoopLoader, PlannedLoader, Span
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
 
 Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
-OpenLedger = Callable[[bool], Ledger]  # of `recalibrate`; begins a segment
 AtResume = Callable[[], None]
 _ATTACHED = "_dualdp_engine"  # attribute of a model and an optimizer in a run
 
@@ -71,9 +61,10 @@ class PrivacyEngine:
         AccountingError: the accountant gives no upper bound (`"gdp"`).
 
     Attributes:
-        group: `Group` of the processes that train together; None for a single process.
+        group: `Group` of the processes that train together.
         keep_per_sample: bool, True if `stages` holds the per-sample gradients of later steps,
             which takes the memory of n models.
+        settings: `RunSettings` of the run.
         noise_layout: `dualdp.port.match(model, params)`, so that portable noise is that of this
             JAX model in a run that changes backends; a JAX checkpoint sets it. None otherwise.
 
@@ -91,14 +82,14 @@ class PrivacyEngine:
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         accountant = accountant if accountant is None else require_bound(accountant)
         self._plan_options = {"accountant": accountant, "secure_mode": bool(secure_mode)}
-        self.group: Group | None = None
+        self.group = Group()
         self.keep_per_sample = False
         self.noise_layout: Sequence[ParameterMap] | None = None
-        self._settings = RunSettings("mean", "auto")
+        self.settings = RunSettings("mean", "auto")
         self._ledger: Ledger | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
-        self._loaded: tuple[nn.Module, torch.optim.Optimizer, OpenLedger, AtResume] | None = None
+        self._loaded: tuple[nn.Module, torch.optim.Optimizer, AtResume] | None = None
         self._undo = ExitStack()
 
     def make_private(
@@ -173,28 +164,23 @@ class PrivacyEngine:
         has_target = names_delta(plan, plan_arguments)
         name = "make_private_with_epsilon" if calibrates else "make_private"
         options = {**self._plan_options, "calibrates": calibrates}
-        plan = plan_of(data, plan, plan_arguments, name, self.make_private, options)
-        settings = RunSettings(
+        made = plan_of(data, plan, plan_arguments, name, self.make_private, options)
+        self.settings = settings = RunSettings(
             loss_reduction, grad_sample_mode, has_target, 0, checked_rate(checks), data.views.count
         )
         check_kinds(module, optimizer)
-        inner = unwrapped(module)
-        _earlier(inner, optimizer)  # refuses
         self.group = group = group_of(module)
-        bits = agreed(group, inner, optimizer, data, plan, settings, self.noise_layout)
+        _earlier(unwrapped(module), optimizer)  # refuses
 
-        def opened() -> tuple[PlannedLoader, Ledger]:
-            check(inner, optimizer, plan, settings)
-            path = ledger if group is None or group.is_first else None
-            return self._planned(data, plan, bits), Ledger(plan, path=path)
+        def opened() -> Ledger:
+            check(unwrapped(module), optimizer, made, settings)
+            return Ledger(made, path=ledger if group.is_first else None)
 
-        loader, self._ledger = on_all(group, name, opened)
-        self._ledger.note(checks=settings.checks)
+        private = self._attached(name, module, optimizer, data, group.on_all(name, opened))
+        self.ledger.note(checks=settings.checks)
         if settings.views > 1:
-            self._ledger.note(views=settings.views)
-        self._settings = settings
-        self._attach(module, optimizer, bits)
-        return module, optimizer, loader
+            self.ledger.note(views=settings.views)
+        return private
 
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, **arguments: Any
@@ -217,20 +203,31 @@ class PrivacyEngine:
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         return self.make_private(**arguments, calibrates=True)
 
-    def _attach(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
-    ) -> None:
-        """Hook into model and optimizer; earlier engines, which took no step, leave them."""
-        model, settings = unwrapped(module), self._settings
-        for engine in _earlier(model, optimizer):
+    def _attached(
+        self,
+        name: str,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Data,
+        ledger: Ledger,
+    ) -> Private:
+        """Hook into model and optimizer for a segment; engines that took no step leave them."""
+        model, settings, group, plan = unwrapped(module), self.settings, self.group, ledger.plan
+        earlier = _earlier(model, optimizer)
+        bits = agreed(group, model, optimizer, data, plan, settings, self.noise_layout)
+        given = data, plan, bits, self._spans(data), group, self._require_step
+        loader = group.on_all(name, lambda: PlannedLoader(*given))
+        self._ledger = ledger
+        for engine in earlier:
             if engine._step is not None:
                 engine.detach()
-        self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self.group, self)
+        self._step = PrivateStep(self, model, optimizer, bits)
         for owner in (model, optimizer):
             set_temporarily(self._undo, owner, **{_ATTACHED: Attached(self)})
         if module is not model:
             set_temporarily(self._undo, module, **QUIET)
         self._undo.callback(self._step.detach)
+        return module, optimizer, loader
 
     @classmethod
     def loaded(
@@ -238,25 +235,22 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: RunSettings,
-        open_ledger: OpenLedger,
+        ledger: Ledger,
         at_resume: AtResume,
-        group: Group | None = None,
     ) -> Self:
         """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
 
-        The caller loads parameters and optimizer state. What `make_private` would refuse is refused
-        here. `open_ledger` begins a segment of the run's ledger; with True its noise is such that
-        the planned steps fit the target.
+        The caller loads parameters and optimizer state, and begins a segment of the run's ledger.
+        What `make_private` would refuse is refused here, and the ledger is closed.
         """
         engine = cls()
-        engine.group, engine._settings = group, settings
-        engine._ledger = ledger = open_ledger(False)
+        engine.group, engine.settings, engine._ledger = group_of(module), settings, ledger
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
         except BaseException:
             ledger.close()
             raise
-        engine._loaded = module, optimizer, open_ledger, at_resume
+        engine._loaded = module, optimizer, at_resume
         return engine
 
     def resume(
@@ -291,24 +285,14 @@ class PrivacyEngine:
             raise AccountingError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
-        module, optimizer, open_ledger, at_resume = self._loaded
-        plan, settings, group, inner = self.plan, self._settings, self.group, unwrapped(module)
-        _earlier(inner, optimizer)  # refuses
-        data = Data.of(data_loader, settings.views, augment, users)
-        bits = agreed(group, inner, optimizer, data, plan, settings, self.noise_layout)
-        until = settings.pass_end
-        loader = on_all(group, "resume", lambda: self._planned(data, plan, bits, until))
+        module, optimizer, at_resume = self._loaded
+        data = Data.of(data_loader, self.settings.views, augment, users)
         if recalibrate:
-            self.ledger.close()
-            try:
-                self._ledger = open_ledger(True)
-            except BaseException:
-                self._ledger = open_ledger(False)
-                raise
+            self.ledger.recalibrate()
+        private = self._attached("resume", module, optimizer, data, self.ledger)
         self._loaded = None
-        self._attach(module, optimizer, bits)
         at_resume()
-        return module, optimizer, loader
+        return private
 
     def make_loader(
         self,
@@ -337,42 +321,38 @@ class PrivacyEngine:
             TypeError, ValueError: as `make_private`.
         """
         self._refuse_second_run()
-        if Group.current() is not None:
+        if Group().size > 1:
             raise AccountingError(
                 "make_loader came in a group of several processes, whose loops would not be one "
                 "run. Expected make_private, which accounts them together."
             )
         data = Data.of(data_loader, views, augment, users)
-        self._settings.has_target = names_delta(plan, plan_arguments)
+        self.settings.has_target = names_delta(plan, plan_arguments)
         name, options = "make_loader", self._plan_options
         plan = plan_of(data, plan, plan_arguments, name, self.make_loader, options)
-        planned = self._planned(data, plan, SegmentBits(plan.seed))
-        self._own_loop = loader = OwnLoopLoader(planned, plan, data.views.count)
+        bits = SegmentBits(plan.seed)
+        self._own_loop = loader = OwnLoopLoader(data, plan, bits, self._spans(data), self.group)
         self._ledger = Ledger(plan, path=ledger)
-        own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
+        own_loops.open_loop(self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
         return loader
 
-    def _planned(
-        self, data: Data, plan: PrivacyPlan, bits: SegmentBits, until: int = 0
-    ) -> PlannedLoader:
-        """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
-        span = partial(self._span, most_steps(data.loader, data.users), until)
-        group, step = self.group, self._require_step
-        share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
-        return PlannedLoader(data.loader, plan, bits, span, share, data.views, data.users, step)
+    def _spans(self, data: Data) -> Span:
+        """Function that returns the steps of the coming pass, or of the rest of the plan.
 
-    def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
-        """Steps (start, stop) of the coming pass, or of the rest of the plan.
-
-        A pass has at most `most` steps, and ends an interrupted one at `until`.
+        A pass has at most `data.most_steps`, and ends with one that a checkpoint interrupted.
         """
-        plan, start = self.plan, self.ledger.position
-        end = self.ledger.end if plan.on_budget == "stop" else plan.num_steps
-        if is_whole:
-            return start, require_end(end)
-        stop = end_of_pass(plan, start, end, until)
-        return start, stop if most is None else min(stop, start + most)
+        most, until = data.most_steps, self.settings.pass_end
+
+        def span(is_whole: bool) -> tuple[int, int]:
+            plan, start = self.plan, self.ledger.position
+            end = self.ledger.end if plan.on_budget == "stop" else plan.num_steps
+            if is_whole:
+                return start, require_end(end)
+            stop = end_of_pass(plan, start, end, until)
+            return start, stop if most is None else min(stop, start + most)
+
+        return span
 
     def _refuse_second_run(self) -> None:
         if self._ledger is not None:
@@ -383,7 +363,6 @@ class PrivacyEngine:
         if self._own_loop is None:
             self._require_step()
         self._undo.close()
-        self.ledger.own_loop = None  # its noise is asked for no more
         self.ledger.close()
         self._step = None
 
@@ -417,7 +396,7 @@ class PrivacyEngine:
     @property
     def pass_end(self) -> int:
         """Step where the current pass over the loader ends."""
-        return self._settings.pass_end
+        return self.settings.pass_end
 
     def settings_to_save(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> RunSettings:
         """Return the settings of a run that is between two steps, for a checkpoint.
@@ -437,7 +416,7 @@ class PrivacyEngine:
                 "A logical batch is half done. Save after its last optimizer.step(), when "
                 "engine.is_between_steps."
             )
-        return self._settings
+        return self.settings
 
     def _require_step(self) -> PrivateStep:
         if self._step is None:
@@ -458,7 +437,7 @@ class PrivacyEngine:
                 processes train together, whose steps `make_private` records.
         """
         ledger = self.ledger
-        if self.group is not None:
+        if self.group.size > 1:
             raise AccountingError(
                 "record() came in a run of several processes, whose loops would not be one run. "
                 "Expected the loader and optimizer of make_private, which account them together."
@@ -504,7 +483,7 @@ class PrivacyEngine:
         """
         private = self._require_step()
         with private.pause():
-            return rehearse(private.recorder.model, step, batch, self._settings.loss_reduction)
+            return rehearse(private.recorder.model, step, batch, self.settings.loss_reduction)
 
     def compile(
         self,
@@ -548,15 +527,13 @@ class PrivacyEngine:
         ...     optimizer.step()
         """
         step = self._require_step()
-        if self.group is not None:
+        if self.group.size > 1:
             raise ValueError(
                 "engine.compile came in a run of several processes, which check their sums "
                 "together. Expected one process, or the loop without it."
             )
         model = step.recorder.model
-        sums = compiled_sums(
-            loss_fn, model, self.plan, self._settings, physical_batch_size, backend
-        )
+        sums = compiled_sums(loss_fn, model, self.plan, self.settings, physical_batch_size, backend)
         step.is_compiled = True
         return CompiledStep(sums, step.compute)
 
@@ -573,7 +550,7 @@ class PrivacyEngine:
             ValueError: no delta.
         """
         ledger = self.ledger
-        if delta is None and not self._settings.has_target:
+        if delta is None and not self.settings.has_target:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of the plan's batches, which replace those of the user's `DataLoader`."""
+"""Loader of the plan's batches, which replace those of the user's `DataLoader`.
+
+An item of the data may become several rows of the model: a pair, or views of an example.
+
+Source: De et al. 2022, section 3.2 (augmentation multiplicity), for views.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,20 +32,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.batches import (
-    HandedOut,
-    drawn_indices,
-    drawn_rows,
-    num_physical_batches,
-    physical_batches,
-)
+from dualdp.plan.batches import HandedOut, drawn_indices, drawn_rows, num_physical_batches
 from dualdp.plan.plan import PrivacyPlan, require_units
-from dualdp.plan.units import UserRows
-from dualdp.randomness import SegmentBits, fold_in
+from dualdp.plan.units import UserRows, rows_of_data
+from dualdp.randomness import SegmentBits, fold_in, threefry
 from dualdp_torch.noise.noise import keyed_generator
+from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.items import DrawnViews, ItemCollate, Views, flat_collate
 from dualdp_torch.training.opacus_names import missing_in
 
 _KEPT = (
@@ -49,6 +51,7 @@ _WRAPPED = (  # by accelerate, Fabric and others
     "of a package that wraps loaders, the DataLoader before it was wrapped: make_private first, "
     "then accelerator.prepare(model, optimizer) or fabric.setup(model, optimizer)"
 )
+Augment = Callable[[Any, torch.Generator], Any]
 #: Function of True, for all that is left, or False -> (start, stop) steps of the coming pass.
 Span = Callable[[bool], tuple[int, int]]
 
@@ -77,31 +80,146 @@ class Draw(NamedTuple):
         return weights * (len(weights) / len(self.mask))
 
 
-class Share(NamedTuple):
-    """Rows of every logical batch that one process works on: rank, rank + size, and so on."""
+class ItemCollate:
+    """`collate_fn` that returns the rows of all items of a batch, an item's rows side by side.
 
-    rank: int = 0
-    size: int = 1
+    It is made of one whose tensors are (items, K, ...).
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rows_per_item: int) -> None:
+        self._collate, self._rows = collate, rows_per_item
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the batch, whose tensors are (items K, ...)."""
+        if len(items) == self._rows:  # tensors might be (K, items, ...): another number tells
+            with untouched_generators():
+                more = self._collate(copy.deepcopy([*items, items[0]]))
+            self._rows_of(more, len(items) + 1)
+        return self._rows_of(self._collate(items), len(items))
+
+    def _rows_of(self, batch: Any, num_items: int) -> Any:
+        """Batch with the rows of each item side by side, refused where they are not there."""
+        lead, leaves = (num_items, self._rows), pytree.tree_leaves(batch)
+        rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
+        wrong = [tuple(leaf.shape) for leaf in rows if tuple(leaf.shape[:2]) != lead]
+        if wrong or not rows:
+            came = f"a tensor of shape {wrong[0]}" if wrong else "no tensor"
+            raise ValueError(
+                f"The batch of {num_items} items, {_validate.kind(batch)}, holds {came}. Expected "
+                f"{lead} in front with rows_per_unit={self._rows}, the rows of each item; what all "
+                "rows of an item share is repeated for each of them. Rows of a person need "
+                "unit='user' and users=. Tensors may lie in dicts, lists and tuples."
+            )
+        return pytree.tree_map_only(
+            (torch.Tensor, np.ndarray),
+            lambda leaf: leaf.reshape(num_items * self._rows, *leaf.shape[2:]),
+            batch,
+        )
 
 
-SINGLE_PROCESS = Share()
+class Views:
+    """Views of the examples of a map-style data set, each drawn from a key of its own.
+
+    Args:
+        views: int K >= 1, number of views of each example.
+        augment: callable, `augment(example, generator)` -> one view of it; None only for K = 1, the
+            example itself.
+    """
+
+    def __init__(self, views: Any, augment: Any) -> None:
+        self.count = _validate.integer("views", views, minimum=1)
+        if augment is None and self.count > 1:
+            raise ValueError(
+                f"views={views} came without augment, and equal views would cost {views} times as "
+                "much for nothing. Expected augment=, a function (example, generator) -> view."
+            )
+        if augment is not None:
+            _validate.takes("augment", augment, "(example, generator)", None, None)
+        self.augment: Augment | None = augment
+
+    def keys(self, bits: SegmentBits, step: int, examples: list[int]) -> list[Any]:
+        """Return what `DrawnViews` takes for each example: its index and K keys of its views."""
+        shape = len(examples), self.count
+        low = np.broadcast_to(np.arange(self.count, dtype=np.uint32), shape)
+        high = np.broadcast_to(np.array(examples, np.uint32)[:, None], shape)
+        key = bits.key("views", step)
+        words = threefry.threefry2x32(key, high.flatten(), low.flatten())
+        keys = np.stack(words, 1).reshape(*shape, 2).tolist()
+        return list(zip(examples, keys, strict=True))
 
 
-def check_dataset(data: Any) -> None:
-    """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
-    if isinstance(data, Mapping):
-        is_table = not all(isinstance(key, int) for key in data)
-    else:  # a list holds examples
-        is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
-    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if is_mapped and not isinstance(data, IterableDataset) and not (is_table and len(data)):
-        return
-    what = "whose items are columns, not examples"
-    what = what if is_table else "which can't be drawn from by index"
-    raise TypeError(
-        f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
-        "__getitem__ and __len__), such as TensorDataset(x, y)."
-    )
+class DrawnViews:
+    """Data set whose items are lists of views, for an index and the key of each view.
+
+    Torch's global generator starts from the same key, for functions that draw from it, such as
+    torchvision's.
+    """
+
+    def __init__(self, dataset: Any, augment: Augment) -> None:
+        self._dataset, self._augment = dataset, augment
+
+    def __getitem__(self, drawn: tuple[int, list[Any]]) -> list[Any]:
+        index, keys = drawn
+        example, found = self._dataset[index], []
+        for key in keys:
+            generator = keyed_generator(key, torch.device("cpu"))
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(generator.get_state())
+                found.append(self._augment(pytree.tree_map(_copied, example), generator))
+        return found
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy an array or tensor: a function that writes into it would change the data of others."""
+    if torch.is_tensor(leaf):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def flat_collate(collate: Callable[[list[Any]], Any], examples: list[list[Any]]) -> Any:
+    """Return the batch of the views of all examples, an example's views side by side."""
+    return collate([view for views in examples for view in views])
+
+
+class Data(NamedTuple):
+    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
+
+    loader: DataLoader[Any]
+    views: Views
+    users: UserRows | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
+        """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
+            loader = loader.source
+        check_loader(loader)
+        seen = Views(views, augment)
+        if users is not None and augment is not None:
+            raise ValueError(
+                "users and views= or augment= came together, and a unit is the rows of a user or "
+                "the views of a row. Expected one of the two; the data set may augment its rows."
+            )
+        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
+
+    @property
+    def num_units(self) -> int:
+        """Number of examples, or of users."""
+        return len(self.loader.dataset) if self.users is None else self.users.num_users  # type: ignore[arg-type]
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of all processes; that of a `DistributedSampler`'s loader is one's."""
+        size: int = self.loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        sampler = self.loader.sampler
+        return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size
+
+    @property
+    def most_steps(self) -> int | None:
+        """Batches of a loader that drops its incomplete last one; None for others."""
+        if not self.loader.drop_last:
+            return None
+        return len(self.loader) if self.users is None else self.num_units // self.batch_size
 
 
 class _BatchSampler:
@@ -123,9 +241,8 @@ class PlannedLoader:
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
     collate function and pinned memory are kept. Batches are drawn by `bits`: anew in every run,
-    after a resume and in a fork. The attached `PrivateStep`, which `step` returns, numbers the
-    passes (`begin`), and gets each batch before it is yielded (`announce`) and the end of each pass
-    (`leave`).
+    after a resume and in a fork. The attached `PrivateStep`, which `step` returns, takes note of
+    each batch before it is yielded.
 
     Attributes:
         source: `DataLoader` that it was made of, which a further `make_private` takes.
@@ -142,33 +259,32 @@ class PlannedLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        data: Data,
         plan: PrivacyPlan,
         bits: SegmentBits,
         span: Span,
-        share: Share = SINGLE_PROCESS,
-        views: Views | None = None,
-        users: UserRows | None = None,
+        group: Group,
         step: Callable[[], Any] | None = None,
     ) -> None:
-        _check_share(loader, share)
-        self.source, self.dataset = loader, loader.dataset
-        require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]
-        self._options = {name: getattr(loader, name) for name in _KEPT}
+        self.source, self._views, self._users = data
+        _check_share(self.source, group)
+        self.dataset = self.source.dataset
         self._drawn: Any = self.dataset
-        self._views: Views | None = None
+        require_units(plan, len(self.dataset), self._users)  # type: ignore[arg-type]
+        self._options = {name: getattr(self.source, name) for name in _KEPT}
+        collate, augment = self._options["collate_fn"], self._views.augment
         if plan.rows_per_item is not None:
-            self._options["collate_fn"] = ItemCollate(loader.collate_fn, plan.rows_per_item)
-        if views is not None and views.augment is not None:
+            self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
+        if augment is not None:
             if plan.rows_per_item is not None:
                 raise ValueError(
                     f"views= or augment= came with rows_per_unit={plan.rows_per_item}, whose items "
                     "hold several rows already. Expected one of the two; the data set may augment "
                     "its items."
                 )
-            self._views, self._drawn = views, DrawnViews(self.dataset, views.augment)
-            self._options["collate_fn"] = partial(flat_collate, loader.collate_fn)
-        self._plan, self._bits, self._share, self._users = plan, bits, share, users
+            self._drawn = DrawnViews(self.dataset, augment)
+            self._options["collate_fn"] = partial(flat_collate, collate)
+        self._plan, self._bits, self._group = plan, bits, group
         self._span: Span = span
         self._step: Any = step
         self._is_whole = False  # True if a pass is the rest of the plan
@@ -183,18 +299,18 @@ class PlannedLoader:
 
     def _items(self, draw: Draw) -> list[Any]:
         """Arguments of the data set for each example, or each row of it, of a draw."""
-        if self._views is None:
+        if self._views.augment is None:
             return draw.indices if draw.rows is None else draw.rows
         return self._views.keys(self._bits, draw.step, draw.indices)
 
-    def limited(self, max_physical_batch_size: int) -> PlannedLoader:
+    def limited(self, max_physical_batch_size: int) -> Self:
         """Return the same loader with at most `max_physical_batch_size` rows per physical batch."""
         size = _validate.integer("max_physical_batch_size", max_physical_batch_size, minimum=1)
         other = copy.copy(self)
         other._use_size(size)
         return other
 
-    def remaining(self) -> PlannedLoader:
+    def remaining(self) -> Self:
         """Return the same loader with passes that run to the end of the plan.
 
         Once the plan is done its passes are empty.
@@ -231,15 +347,11 @@ class PlannedLoader:
         if span[0] >= span[1]:
             return
         step = self._step()
-        number = step.begin(span[1])
         self._running = self._last = span
         try:
-            for draw, batch in self.of_steps(*span):
-                step.announce(draw, batch, number)
-                yield draw, batch
+            yield from step.batches(self.of_steps(*span), span[1])
         finally:
             self._running = None
-            step.leave(number)
 
     def coming(self) -> tuple[int, int]:
         """Return the steps (start, stop) of the coming pass.
@@ -261,18 +373,17 @@ class PlannedLoader:
         All processes get the same number of them, so that their loops take the same steps.
         """
         plan, bits, users = self._plan, self._bits, self._users
-        share, size = self._share, self._size
+        group, size = self._group, self._size
         for step in range(start, stop):
             drawn = drawn_indices(plan, bits, step)
-            own = drawn[share.rank :: share.size]
-            chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
-            missing = self._num_chunks(drawn) - len(chunks)
-            chunks += missing * list(physical_batches(drawn[:0], size))
-            for k, (indices, mask) in enumerate(chunks):
-                # No static shape is needed.
-                kept = mask if mask.any() else np.arange(len(mask)) == 0
-                units, shown = indices[kept], torch.from_numpy(mask[kept])
-                draw = Draw(step, units.tolist(), shown, k, len(chunks))
+            own = drawn[group.rank :: group.size]
+            own = own if users is None else users.having_rows(own)
+            length, num_chunks = size or max(len(own), 1), self._num_chunks(drawn)
+            for k in range(num_chunks):
+                units = own[k * length : (k + 1) * length]
+                mask = torch.full((max(len(units), 1),), len(units) > 0)
+                units = units if len(units) else np.zeros(1, np.int64)
+                draw = Draw(step, units.tolist(), mask, k, num_chunks)
                 if users is not None:
                     found = drawn_rows(plan, bits, step, units, users, plan.rows_per_unit or 1)
                     weights = torch.from_numpy(found.weights).flatten()
@@ -281,14 +392,14 @@ class PlannedLoader:
 
     def _num_chunks(self, drawn: NDArray[np.int64]) -> int:
         """Physical batches of a logical batch on every process: as many as rank 0 needs."""
-        return num_physical_batches(-(-len(drawn) // self._share.size), self._size)
+        return num_physical_batches(-(-len(drawn) // self._group.size), self._size)
 
     def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
         """Yield the physical batches of the steps start..stop-1, with their draws."""
         if self._loader is None:
             key = self._bits.key("dropout", start)
-            if self._share.rank:  # workers of different processes draw different numbers
-                key = fold_in(key, self._share.rank)
+            if self._group.rank:  # workers of different processes draw different numbers
+                key = fold_in(key, self._group.rank)
             self._loader = DataLoader(
                 self._drawn,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]
@@ -341,7 +452,7 @@ class LogicalBatch:
     chunks: tuple[Chunk, ...]
 
 
-class OwnLoopLoader:
+class OwnLoopLoader(PlannedLoader):
     """Iterable over the logical batches of a plan, from the first step not yet on record.
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
@@ -350,23 +461,14 @@ class OwnLoopLoader:
         handed_out: record of the batches that were yielded.
     """
 
-    def __init__(self, planned: PlannedLoader, plan: PrivacyPlan, views: int) -> None:
-        self._planned, self._plan = planned, plan
-        self._rows_per_unit = views * (plan.rows_per_unit or 1)
-        is_constant = plan.is_constant("max_grad_norm")
-        self._bound = plan.max_grad_norm_at(0) if is_constant else None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:
         """Logical batches of a pass that would begin now."""
-        start, stop = self._planned._span(self._planned._is_whole)
+        start, stop = self._span(self._is_whole)
         return max(stop - start, 0)
-
-    def remaining(self) -> OwnLoopLoader:
-        """Return the same loader with passes that run to the end of the plan."""
-        other = copy.copy(self)
-        other._planned = self._planned.remaining()
-        return other
 
     def indices(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield the draws of a pass for readers of your own: (indices, mask) of each step.
@@ -375,7 +477,7 @@ class OwnLoopLoader:
         draw has index 0 and mask False.
         """
         parts = list[Draw]()
-        for draw in self._planned.draws(*self._planned.coming()):
+        for draw in self.draws(*self.coming()):
             parts.append(draw)
             if draw.is_last:
                 self.handed_out.note(draw.step)
@@ -385,26 +487,28 @@ class OwnLoopLoader:
                 parts = []
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        span, chunks = self._planned.coming(), list[Chunk]()
+        plan, span, chunks = self._plan, self.coming(), list[Chunk]()
         if span[0] >= span[1]:
             return
-        for draw, batch in self._planned.of_steps(*span):
+        rows_per_unit = self._views.count * (plan.rows_per_unit or 1)
+        bound = plan.max_grad_norm_at(0) if plan.is_constant("max_grad_norm") else None
+        for draw, batch in self.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
             mask = None if bool(draw.mask.all()) else draw.mask
-            has_weights = draw.row_weights is not None
-            mark(args, Mark(self._rows_per_unit, has_weights, mask, self._bound))
+            mark(args, Mark(rows_per_unit, draw.row_weights is not None, mask, bound))
             chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
             if draw.is_last:
                 self.handed_out.note(draw.step)
-                yield LogicalBatch(self._plan, draw.step, tuple(chunks))
+                yield LogicalBatch(plan, draw.step, tuple(chunks))
                 chunks = []
 
 
-class BatchMemoryManager:
+class BatchMemoryManager(contextlib.nullcontext[PlannedLoader]):
     """Opacus' name for a loader of physical batches: `with BatchMemoryManager(...) as loader`.
 
     The loop calls `optimizer.step()` after each physical batch; only the last one of a logical
-    batch changes the parameters.
+    batch changes the parameters. A logical batch that is left unfinished begins again with the next
+    pass.
 
     Args:
         data_loader: loader that `make_private` returned.
@@ -424,25 +528,15 @@ class BatchMemoryManager:
                 f"data_loader is {_validate.kind(data_loader)}. Expected the loader that "
                 "make_private returned."
             )
-        self._loader = data_loader.limited(max_physical_batch_size)
-
-    def __enter__(self) -> PlannedLoader:
-        return self._loader
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: an unfinished logical batch begins again with the next pass."""
-
-
-def draws_all(sampler: RandomSampler, n: int) -> bool:
-    """True for a shuffle that draws each of n examples once."""
-    return not sampler.replacement and sampler.num_samples == n
+        super().__init__(data_loader.limited(max_physical_batch_size))
 
 
 def check_loader(loader: Any) -> None:
     """Refuse a loader with a sampler or an `__iter__` of its own, which would not be used.
 
     Raises:
-        TypeError: no `DataLoader`, or one over an iterable data set.
+        TypeError: no `DataLoader`, or data that aren't map-style: without length or rows, or a
+            collection of columns.
         ValueError: a sampler that is neither in order nor a plain shuffle of everything, or a class
             with an `__iter__` of its own.
     """
@@ -457,13 +551,26 @@ def check_loader(loader: Any) -> None:
             "plan's batches would not pass. Expected a plain DataLoader: prepare examples in the "
             f"data set or in collate_fn, or batches in the loop; {_WRAPPED}."
         )
-    check_dataset(loader.dataset)
+    data: Any = loader.dataset
+    if isinstance(data, Mapping):
+        is_table = not all(isinstance(key, int) for key in data)
+    else:  # a list holds examples
+        is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
+    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, IterableDataset) or not is_mapped or (is_table and len(data)):
+        what = "whose items are columns, not examples"
+        what = what if is_table else "which can't be drawn from by index"
+        raise TypeError(
+            f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
+            "__getitem__ and __len__), such as TensorDataset(x, y)."
+        )
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and draws_all(sampler, len(loader.dataset))  # type: ignore[arg-type]
-    )
-    plain = plain or (type(sampler) is DistributedSampler and sampler.dataset is loader.dataset)
+    plain = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler:  # a shuffle that draws each example once
+        plain = not sampler.replacement and sampler.num_samples == len(data)
+    if type(sampler) is DistributedSampler:
+        plain = sampler.dataset is data
     if not plain or batches is None:
         raise ValueError(
             f"data_loader draws by {type(sampler).__name__}"
@@ -473,32 +580,12 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def _check_share(loader: DataLoader[Any], share: Share) -> None:
+def _check_share(loader: DataLoader[Any], group: Group) -> None:
     """Refuse a `DistributedSampler` made for another rank or number of processes."""
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
+    sampler, own = loader.sampler, (group.rank, group.size)
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != own:
         raise ValueError(
             f"data_loader has a DistributedSampler of rank {sampler.rank} of "
-            f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "
+            f"{sampler.num_replicas} in process {group.rank} of {group.size}. Expected that of the "
             "process group, or a plain DataLoader with the batch size of all processes together."
         )
-
-
-def most_steps(loader: DataLoader[Any], users: UserRows | None = None) -> int | None:
-    """Return the batches of a loader that drops its incomplete last one; None for others.
-
-    With users they are batches of users.
-    """
-    if not loader.drop_last or users is None:
-        return len(loader) if loader.drop_last else None
-    return users.num_users // expected_batch_size(loader)
-
-
-def expected_batch_size(loader: DataLoader[Any]) -> int:
-    """Return the batch size of a loader, over all processes together.
-
-    With a `DistributedSampler` the loader's own batch size is that of one process.
-    """
-    size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-    sampler = loader.sampler
-    return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size

@@ -72,10 +72,8 @@ def missing_from(module: str) -> Callable[[str], NoReturn]:
     """
 
     def __getattr__(name: str) -> NoReturn:
-        text, caller = (
-            f"module {module!r} has no attribute {name!r}{advice(name)}",
-            sys._getframe(1),
-        )
+        text = f"module {module!r} has no attribute {name!r}{advice(name)}"
+        caller = sys._getframe(1)
         is_import = caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
         if name in NAMES and is_import:
             raise ImportError(text, name=module)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,8 +107,8 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
 class PrivateStep:
     """Hook before every `optimizer.step()` that clips, sums, records and adds noise.
 
-    The model has no wrapper of DDP. `options` is the engine, whose `keep_per_sample` and
-    `noise_layout` are read at every step. Of several processes, rank 0 records a step when all have
+    The model has no wrapper of DDP. `keep_per_sample` and `noise_layout` of the engine are read at
+    every step. Of several processes, rank 0 records a step when all have
     agreed on it and the sums are reduced, and sends the bits of the noise in the same message; the
     others record it in ledgers in memory.
 
@@ -125,17 +125,13 @@ class PrivateStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ledger: Ledger,
-        settings: RunSettings,
-        bits: SegmentBits,
-        group: Group | None,
-        options: Any,
+        self, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
     ) -> None:
+        settings: RunSettings = engine.settings
         method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
-        self.optimizer, self._ledger, self._options = optimizer, ledger, options
+        ledger: Ledger = engine.ledger
+        group: Group = engine.group
+        self.optimizer, self._ledger, self._options = optimizer, ledger, engine
         self._settings, self._keep = settings, METHODS[method] or "all"
         plan, rows = ledger.plan, settings.views * (ledger.plan.rows_per_unit or 1)
         self.recorder = recorder = Recorder(
@@ -144,7 +140,7 @@ class PrivateStep:
         # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
         self._scale_of_sum = (plan.rows_per_item or 1) / rows
         self._shards, self._group = recorder.shards, group
-        self._had_others = Group.current() is not None
+        self._world = Group().size
         purpose, reduction = (method, plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, bits, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
@@ -208,8 +204,12 @@ class PrivateStep:
         """True if no logical batch is under way."""
         return self._draw is None and not self._whole.norms
 
-    def begin(self, stop: int) -> int:
-        """Begin a pass that ends at step `stop` and return its number; drop an abandoned one."""
+    def batches(self, drawn: Iterable[tuple[Draw, Any]], stop: int) -> Generator[tuple[Draw, Any]]:
+        """Yield the batches of a pass that ends at step `stop`; an abandoned pass is dropped.
+
+        Raises:
+            RuntimeError: the batch before was not stepped on, or another pass has begun.
+        """
         self._expect(None)
         self._lost = None
         self._forget()
@@ -217,32 +217,26 @@ class PrivateStep:
         self.recorder.clear()
         self._settings.pass_end = stop
         self._pid = os.getpid()
-        self._pass += 1
-        return self._pass
-
-    def leave(self, number: int) -> None:
-        """End a pass, whether it is complete or abandoned."""
-        if number == self._pass:
-            self._checks.leave_loader()
-
-    def announce(self, draw: Draw, batch: Any, number: int) -> None:
-        """Take note of a batch just before the loader yields it.
-
-        Raises:
-            RuntimeError: the batch before was not stepped on, or another pass has begun.
-        """
-        self._require_whole(number)
-        if self._draw is not None:
-            raise RuntimeError(
-                f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
-                "every batch of the loader: which batches count must not depend on the data. "
-                "Evaluate on batches of another DataLoader; accumulate by a larger batch_size and "
-                "max_physical_batch_size= in make_private, with a step for each physical batch."
-            )
-        self._expect(draw)
-        self.stages = None  # frees the memory of two models
-        self._checks.begin(draw, batch)
-        self._yielded = YieldedBatch(batch) if self.is_compiled else None
+        self._pass = number = self._pass + 1
+        try:
+            for draw, batch in drawn:
+                self._require_whole(number)
+                if self._draw is not None:
+                    raise RuntimeError(
+                        f"The batch of step {self._draw.step} got no optimizer.step(). Expected "
+                        "one for every batch of the loader: which batches count must not depend on "
+                        "the data. Evaluate on batches of another DataLoader; accumulate by a "
+                        "larger batch_size and max_physical_batch_size= in make_private, with a "
+                        "step for each physical batch."
+                    )
+                self._expect(draw)
+                self.stages = None  # frees the memory of two models
+                self._checks.begin(draw, batch)
+                self._yielded = YieldedBatch(batch) if self.is_compiled else None
+                yield draw, batch
+        finally:
+            if number == self._pass:
+                self._checks.leave_loader()
 
     def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
         """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
@@ -420,27 +414,24 @@ class PrivateStep:
         return found[-1].sums or numbers.sums or {}, found[-1].norms
 
     def _check(self, check: Callable[[], None]) -> None:
-        """Run a check; with several processes its error is kept until `_agreed` shares it."""
+        """Run a check; with several processes its error is kept until `_together` shares it."""
         try:
             check()
         except (ExactnessError, ValueError) as failure:
-            if self._group is None:
+            if self._group.size == 1:
                 raise
             self._whole.failure = self._whole.failure or failure
 
     def _release(self, step: int) -> float:
         """Release the logical batch, give the optimizer the noisy mean, and return its bound."""
         ledger, whole, has_passed = self._ledger, self._whole, self._checks.has_passed
-        sums, norms = whole.sums, torch.cat(whole.norms)
+        sums, norms, counts = whole.sums, torch.cat(whole.norms), (0, 0)
         self._forget()
-        counts = 0, 0
         if ledger.plan.is_adaptive:
             counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
-        if self._group is not None:
-            message = whole.failure, has_passed, counts
-            has_passed, counts = self._agreed(self._group, f"step {step}", *message)
-            sums = self._reduced(self._group, step, sums)
-        elif not self._had_others and Group.current() is not None:
+        if self._group.size > 1:
+            sums, has_passed, counts = self._together(step, whole, has_passed, counts)
+        elif Group().size > self._world:
             raise RuntimeError(
                 "A process group was initialised after make_private, so each process would train a "
                 "model of its own on the same data and account only that one. Call "
@@ -449,13 +440,9 @@ class PrivateStep:
         if has_passed:
             ledger.check_passed(step)
         release, bits = self._recorded(step, counts)
-        mean = self._noise.noisy_mean(
-            sums,
-            release,
-            bits,
-            layout=self._options.noise_layout,
-            pieces=None if self._shards is None else self._shards.pieces,
-        )
+        layout = self._options.noise_layout
+        pieces = None if self._shards is None else self._shards.pieces
+        mean = self._noise.noisy_mean(sums, release, bits, layout=layout, pieces=pieces)
         if ledger.plan.noise != "secure":
             names = whole.grads[0] if whole.grads else ()
             grads = {name: torch.cat([part[name] for part in whole.grads]) for name in names}
@@ -463,51 +450,43 @@ class PrivateStep:
         self._set_gradients(mean)
         return release.max_grad_norm
 
-    def _agreed(
-        self,
-        group: Group,
-        at: str,
-        failure: Exception | None,
-        has_passed: bool,
-        counts: tuple[int, int],
-    ) -> tuple[bool, tuple[int, int]]:
-        """Agree on a step that all processes have checked; return `has_passed` and counts of all.
+    def _together(
+        self, step: int, whole: LogicalSum, has_passed: bool, counts: tuple[int, int]
+    ) -> tuple[dict[str, Tensor], bool, tuple[int, int]]:
+        """Return sums, `has_passed` and counts of all processes, which have checked the step.
 
-        Parameters are compared unless sharded.
+        Parameters are compared unless sharded, and on checked steps the sums with what each had.
 
         Raises:
-            ExactnessError: a spot check failed, here (`failure`) or on another process.
+            ExactnessError: a spot check failed, here or on another process.
             RuntimeError: a process is lost, or at another step.
             ValueError: a loss was refused, or parameters differ between processes.
         """
-        parameters = self.recorder.parameters if self._shards is None else {}
-        ours = fingerprints(parameters.values())
-        message = hash(tuple(ours)), failure, has_passed, counts
+        group, at, parameters = self._group, f"step {step}", self.recorder.parameters
+        compared = parameters if self._shards is None else {}
+        ours = fingerprints(compared.values())
+        message = hash(tuple(ours)), whole.failure, has_passed, counts
         prints, failures, passed, each = zip(*group.gather(at, message), strict=True)
-        for error in (failure, *failures):
+        for error in (whole.failure, *failures):
             if error is not None:
                 raise error from None
         if len(set(prints)) > 1:
             group.require_same(
                 "parameters before " + at,
-                dict(zip(parameters, ours, strict=True)),
+                dict(zip(compared, ours, strict=True)),
                 "Give all the same optimizer and learning rates, and change parameters nowhere "
                 "else.",
                 shown=False,
             )
-        below, rows = map(sum, zip(*each, strict=True))
-        return any(passed), (below, rows)
-
-    def _reduced(self, group: Group, step: int, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all processes, compared with what each had on checked steps."""
         self._ledger.require(step)
-        if self._shards is not None:  # reduced as they were formed
-            return sums
-        own = {name: sums[name] for name in self.recorder.parameters}  # in the order of all
-        total = group.summed(f"step {step}", own)
-        if self._checks.is_step_checked(step):
-            group.compare_sums(f"step {step}", own, total, step)
-        return total
+        sums = whole.sums
+        if self._shards is None:  # else reduced as they were formed
+            own = {name: sums[name] for name in parameters}  # in the order of all
+            sums = group.summed(at, own)
+            if self._checks.is_step_checked(step):
+                group.compare_sums(at, own, sums, step)
+        below, rows = map(sum, zip(*each, strict=True))
+        return sums, any(passed), (below, rows)
 
     def _recorded(self, step: int, counts: tuple[int, int]) -> tuple[Release, bytes]:
         """Record the step and return its release and the bits of its noise, those of rank 0.
@@ -523,9 +502,6 @@ class PrivateStep:
             release = ledger.record(step, noisy_fraction=fraction)
             return release, fraction, noise_bits(ledger.plan.seed, step)
 
-        if group is None:
-            release, _, bits = first()
-            return release, bits
         release, fraction, bits = group.word(f"the record of step {step}", first)
         if not group.is_first:
             release = ledger.record(step, noisy_fraction=fraction)

@@ -86,10 +86,7 @@ class StepChecks:
 
     def leave_loader(self) -> None:
         """Stop at the end of the loader's pass; a batch that it yielded may still be stepped on."""
-        if self._draw is None:
-            self.end()
-        else:
-            self._recorder.twins.leave_loader()
+        self._recorder.twins.leave_loader()
 
     def _note(self, text: str) -> None:
         """Record and log once what no check could look at."""
@@ -151,21 +148,16 @@ class StepChecks:
         is_new = purpose not in known.checked or known.by_data
         return self.due is not None or (self._may_check() and is_new)
 
-    def _is_first(self) -> bool:
-        """True if this method and clipping were never checked on the model for such batches.
+    def is_due(self) -> bool:
+        """True if the gradients of the current batch have to be checked.
 
-        A second forward may come where the first is not kept to be run again: the next batch is
+        They are where the method and clipping were never checked on the model for such batches. A
+        second forward may come where the first is not kept to be run again: the next batch is
         checked then.
         """
         recorder = self._recorder
-        is_kept = recorder.start is not None
-        return is_kept and self._may_check() and not recorder.was_checked(self._purpose)
-
-    def is_due(self) -> bool:
-        """True if the gradients of the current batch have to be checked."""
-        recorder = self._recorder
-        is_moving = self._may_check() and recorder.start is not None and recorder.analyses.by_data
-        return self.due is not None or self._is_first() or is_moving
+        is_new = not recorder.was_checked(self._purpose) or recorder.analyses.by_data
+        return self.due is not None or (is_new and recorder.start is not None and self._may_check())
 
     def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> Numbers:
         """Return checked numbers of a batch: those that the engine computed, or by another way.
@@ -173,7 +165,7 @@ class StepChecks:
         Raises:
             ExactnessError: they are not what the definition says.
         """
-        is_first = self._is_first()
+        is_first = not self._recorder.was_checked(self._purpose)
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
         options: dict[str, Any] = {"is_first": is_first, "note": self._note}

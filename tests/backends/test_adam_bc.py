@@ -12,7 +12,7 @@ from torch import nn
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, adam, correlated
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fold_in, key_of, normal, seeded_bits
 from tests.conftest import BACKENDS
@@ -118,10 +118,10 @@ def by_hand(plan, bounds):
         grads = residuals[:, None, None] * inputs
         if plan.clipping == "per_layer":
             norms, share = np.linalg.norm(grads, axis=2), bound / np.sqrt(2)  # (n, 2)
-            total = (grads * clip_factors(norms, share, xp=np)[..., None]).sum(0)
+            total = (grads * factors_for("flat", norms, share, xp=np)[..., None]).sum(0)
         else:
             norms = np.linalg.norm(grads, axis=(1, 2))
-            total = (grads * clip_factors(norms, bound, xp=np)[:, None, None]).sum(0)
+            total = (grads * factors_for("flat", norms, bound, xp=np)[:, None, None]).sum(0)
         key = key_of(seeded_bits(plan.seed, "noise", step))
         drawn = np.stack([normal(fold_in(key, leaf), 5, dtype=np.float64) for leaf in range(2)])
         size, stddev = plan.expected_batch_size_at(step), plan.noise_multiplier_at(step) * bound

@@ -4,6 +4,7 @@
 import json
 import pickle
 from collections import deque
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -456,12 +457,12 @@ def test_a_pickled_batch_has_no_bits(stack, monkeypatch):
 
 def test_loops_of_ones_own_are_for_one_process_on_torch(monkeypatch):
     engine, _ = own_loop("torch", plan=plan())
-    engine.group = object()
+    engine.group = SimpleNamespace(size=2)
     with pytest.raises(
         dualdp.AccountingError, match=r"record\(\) came in a run of several processes"
     ):
         engine.record()
-    monkeypatch.setattr("dualdp_torch.training.engine.Group.current", lambda: object())
+    monkeypatch.setattr("dualdp_torch.training.engine.Group", lambda: SimpleNamespace(size=2))
     with pytest.raises(
         dualdp.AccountingError, match="make_loader came in a group of several proce"
     ):

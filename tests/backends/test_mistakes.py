@@ -660,11 +660,6 @@ ON_TORCH = {
         TypeError,
         "'(bias|weight)' is a Tensor. Expected an array",
     ),
-    "name of an optimizer to port": (
-        lambda k: port.to_optax("adam"),
-        TypeError,
-        "optimizer is a str. Expected an optimizer of torch.optim",
-    ),
     "stack to port to": (
         lambda k: port.checkpoint(k.at / "run", k.at / "new", to="tf", like=None),
         ValueError,

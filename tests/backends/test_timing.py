@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step does, operation by operation, does not depend on which examples are clipped.
 
-Equal operations on equal shapes are what can be promised of time; docs/threat_model.md says what
+Equal operations on equal shapes are what can be promised of time; docs/promises.md says what
 remains. Seconds are not measured here: they would show the machine.
 """
 

@@ -2,14 +2,13 @@
 """Worker: what ranks release, also when something is wrong with how they work together."""
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dualdp_torch as dpt
 import dualdp_torch.training.engine
 import dualdp_torch.training.step
 from dualdp import PrivacyPlan
@@ -18,8 +17,8 @@ from dualdp.plan import schedules
 from dualdp.randomness import SegmentBits, seeded_bits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import Group
-from dualdp_torch.training import rank_consistency
-from dualdp_torch.training.loader import PlannedLoader, Share
+from dualdp_torch.training import arguments
+from dualdp_torch.training.loader import PlannedLoader
 
 from . import sharded_models as models
 
@@ -31,12 +30,11 @@ def start(ledger=None, **changes):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
-    engine = dpt.PrivacyEngine()
-    return engine, *engine.make_private(
-        module=model,
+    return models.begin(
+        model,
+        data,
+        models.plan(num_steps=STEPS, **changes),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(data, batch_size=10),
-        plan=models.plan(num_steps=STEPS, **changes),
         ledger=ledger,
         checks=0.0,  # which would stop some of the mutants before their releases are looked at
     )
@@ -46,10 +44,8 @@ def releases(ledger=None, **changes):
     """(released, clipped sum if it can be seen) of every step, each as one array."""
     engine, model, optimizer, loader = start(ledger, **changes)
     found = []
-    for x, y in loader.remaining():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for batch in loader:
+        models.step(model, optimizer, batch)
         if not engine.is_between_steps:
             continue
         release = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -93,7 +89,7 @@ def known_bits():
             "noise_bits",
             lambda seed, step: seeded_bits(9, "noise", step),
         ),
-        replaced(rank_consistency, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
+        replaced(arguments, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
     ):
         yield
 
@@ -125,11 +121,12 @@ def noise_scaled(factor):
 
 def share(rank=None, size=None):
     """Ranks draw other shares."""
-    return replaced(
-        dualdp_torch.training.engine,
-        "Share",
-        lambda r, s: Share(r if rank is None else rank, size or s),
-    )
+
+    def loader(data, plan, bits, span, group, *others):
+        own = SimpleNamespace(rank=group.rank if rank is None else rank, size=size or group.size)
+        return PlannedLoader(data, plan, bits, span, own, *others)
+
+    return replaced(dualdp_torch.training.engine, "PlannedLoader", loader)
 
 
 def local_counts():

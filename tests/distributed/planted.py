@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dualdp_torch as dpt
 from dualdp import ExactnessError
 from dualdp_torch.rules import RULES
 
@@ -81,21 +80,16 @@ def run(checks, begins):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 3))
     data = TensorDataset(torch.randn(40, 20), torch.randint(3, (40,)))
-    engine = dpt.PrivacyEngine()
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=10),
-        plan=models.plan(num_steps=STEPS, expected_batch_size=20),
-        checks=checks,
+    plan = models.plan(num_steps=STEPS, expected_batch_size=20)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, model, optimizer, loader = models.begin(
+        model, data, plan, optimizer=plain, checks=checks
     )
     Clock.step, said = 0, None
     try:
         with begins():
-            for x, y in loader.remaining():
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+            for batch in loader:
+                models.step(model, optimizer, batch)
                 Clock.step += 1
     except ExactnessError as error:
         said = str(error)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.parallel.process_group import Group, on_all, unwrapped
+from dualdp_torch.parallel.process_group import Group, unwrapped
 from dualdp_torch.training.step_checks import StepChecks
 
 from . import sharded_models as models
@@ -139,7 +139,7 @@ def refusals(folder):
     found["sums"] = said(lambda: faulty_link(rank))
     found["a failed check"] = said(lambda: failing(rank))
     found["budget"] = said(over_budget)
-    found["a failed loop"] = said(lambda: on_all(Group(), "a test", lambda: 1 / (1 - rank)))
+    found["a failed loop"] = said(lambda: Group().on_all("a test", lambda: 1 / (1 - rank)))
     return found
 
 
@@ -227,13 +227,11 @@ def wrapper(folder):
     module = DistributedDataParallel(model, find_unused_parameters=True)
     before = {name: vars(module)[name] for name in sorted(vars(module)) if "require" in name}
     model.own.fill_(rank)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = dpt.PrivacyEngine()
-    same, _, loader = engine.make_private(
-        module=module,
-        optimizer=optimizer,
-        data_loader=DataLoader(data, batch_size=10),
-        plan=models.plan(num_steps=3, num_examples=40),
+    engine, same, optimizer, loader = models.begin(
+        module,
+        data,
+        models.plan(num_steps=3),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
     )
     assert same is module
     names = list(engine.parameters)

@@ -65,7 +65,7 @@ def test_words_of_the_tables_are_accepted():
 def test_an_example_of_opacus_changes_at_most_five_lines(name, text):
     ours, theirs = opacus_examples.changed(text)
     assert 0 < max(ours, theirs) <= 5
-    assert f"[{name}](../examples/{name}.py) | {ours} / {theirs} |" in PAGE
+    assert f"[{name}](../examples/{name}.py) | {ours}/{theirs} |" in PAGE
     other = opacus_examples.for_opacus(text)
     assert len(other.splitlines()) == len(text.splitlines()) - ours
     ast.parse(other)

@@ -28,10 +28,6 @@ def test_gradients_are_kept_for_many_positions(width):
     assert sorted(kept) == kept
 
 
-def test_large_tables_of_one_position_are_never_kept():
-    assert not costs.keeps_gradient(n=256, t=1, d_in=4096, d_out=4096)
-
-
 @pytest.mark.parametrize(("pixels", "t"), [(9, 1), (16, 4), (36, 16), (100, 64)])
 def test_deep_convolutions_on_small_maps_use_products_of_patches(pixels, t):
     sizes = {"kernel": 9, "channels": 256, "d_out": 256, "weights": 9 * 256 * 256}

@@ -27,6 +27,14 @@ def test_a_log_holds_steps_and_epsilon(tmp_path):
     assert columns["accuracy"] == [0, 0.1, 0.2, 0.3, 0.4]
 
 
+def test_columns_keep_their_place_in_any_order(tmp_path):
+    with RunLog(tmp_path / "run.csv", dualdp.Ledger(make())) as log:
+        log.write(accuracy=0.1, rate=5.0)
+        log.write(rate=6.0, accuracy=0.2)
+    columns = read_log(tmp_path / "run.csv")
+    assert (columns["accuracy"], columns["rate"]) == ([0.1, 0.2], [5.0, 6.0])
+
+
 def test_unprotected_columns_are_noted(tmp_path):
     ledger = logged(tmp_path / "run.csv", unprotected_loss=0.5, unprotected_norm=float("nan"))
     notes = [r["note"] for r in dualdp.Ledger.read(ledger.to_json()) if "note" in r]

@@ -137,15 +137,6 @@ def test_names_that_differ_are_mapped_and_not_guessed(tower):
     assert torch.equal(back["blocks.0.0.bias"], tower.blocks[0][0].bias)
 
 
-def test_what_is_left_over_or_of_another_size_is_named(tower):
-    params = {**linen_like()["params"], "extra": {"bias": jnp.zeros(3)}}
-    with pytest.raises(ValueError, match=r"JAX leaves \['extra/bias \(3,\)'\]"):
-        port.to_jax(tower, like=params)
-    params = {**linen_like()["params"], "head": {"bias": jnp.zeros(6)}}
-    with pytest.raises(ValueError, match=r"head.bias \(7,\) in torch would be \(7,\)"):
-        port.to_jax(tower, like=params)
-
-
 def test_a_table_with_layouts():
     """A nested dict of the user's own words, which no line of the table knows."""
     net = nn.Linear(3, 3)

@@ -7,9 +7,9 @@ import numpy as np
 import optax
 
 import dualdp_jax as dpj
-from dualdp import PrivacyPlan
+from tests.dualdp_jax import runs
+from tests.dualdp_jax.runs import N, train
 
-N = 60
 RNG = np.random.default_rng(2)
 X = RNG.normal(size=(N, 3)).astype(np.float32)
 Y = np.tanh(X @ np.array([1.0, -2.0, 0.5], np.float32))
@@ -28,18 +28,8 @@ def params():
 
 
 def make_plan(**changes):
-    arguments = {
-        "num_examples": N,
-        "expected_batch_size": 12,
-        "num_steps": STEPS,
-        "noise_multiplier": lambda step: 1.0 + step / 10,
-        "max_grad_norm": lambda step: 0.5 + step / 10,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "physical_batch_size": 5,
-        "seed": 9,
-    }
-    return PrivacyPlan(**{**arguments, **changes})
+    given = {"noise_multiplier": lambda step: 1.0 + step / 10, "physical_batch_size": 5}
+    return runs.make_plan(**given | {"max_grad_norm": lambda step: 0.5 + step / 10} | changes)
 
 
 def arguments(rate=0.1, **changes):
@@ -49,22 +39,18 @@ def arguments(rate=0.1, **changes):
 
 
 def start(plan=None, rate=0.1, **changes):
-    engine = dpj.PrivacyEngine()
-    return engine, *engine.make_private(plan=plan or make_plan(), **arguments(rate, **changes))
+    return runs.private(plan=plan or make_plan(), **arguments(rate, **changes))
 
 
-def train(step, state, loader, num_steps=None):
-    for k, batch in enumerate(loader.remaining()):
-        if k == num_steps:
-            break
-        state, _ = step(state, batch)
-    return state
-
-
-def load(path, rate=0.1, **changes):
-    given = arguments(rate, **changes)
+def loaded(path, ledger=None, **changes):
+    """Engine of a checkpoint, and the arguments with which it goes on."""
+    given = arguments(**changes)
     like = dpj.TrainState.create(given["params"], given["optimizer"])
-    engine = dpj.load_checkpoint(path, like=like)[1]
+    return dpj.load_checkpoint(path, like=like, ledger=ledger)[1], given
+
+
+def load(path, ledger=None, **changes):
+    engine, given = loaded(path, ledger, **changes)
     return engine, *engine.resume(**given)
 
 
@@ -75,9 +61,20 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(mine, other)
 
 
-def saved(tmp_path):
+def saved(tmp_path, num_steps=1, **changes):
+    """Path of the checkpoint of a run that ends after some steps."""
     path = tmp_path / "run.ckpt"
-    engine, step, state, loader = start()
-    dpj.save_checkpoint(path, state=train(step, state, loader, 1), engine=engine)
+    engine, step, state, loader = start(**changes)
+    dpj.save_checkpoint(path, state=train(step, state, loader, num_steps), engine=engine)
     engine.detach()
     return path
+
+
+def interrupted(path, run):
+    """State at the end of a run that was saved after two steps."""
+    engine, step, state, loader = runs.private(plan=make_plan(), **run)
+    state = train(step, state, loader, 2)
+    dpj.save_checkpoint(path, state=state, engine=engine)
+    end = train(step, state, loader)
+    engine.detach()
+    return end

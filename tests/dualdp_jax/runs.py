@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small private run: a plan, a linear model of three numbers, and its engine."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,6 +35,14 @@ def make_plan(**changes):
 
 def params():
     return {"w": jnp.zeros(3), "b": jnp.zeros(())}
+
+
+def keeper():
+    """An optimizer that keeps the noisy mean and moves nothing."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda mean, _, params=None: (jax.tree.map(lambda leaf: 0 * leaf, mean), mean),
+    )
 
 
 def private(engine=None, **arguments):

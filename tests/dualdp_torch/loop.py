@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp.plan.plan import PrivacyPlan
+from tests.closeness import factors_of
 from tests.dualdp_torch.checks import data, ids, randomise
 
 NUM = 60
@@ -78,7 +79,37 @@ def by_hand(model, run, steps, lr=0.5):
         )
         mean = dpt.noisy_mean(found.grads, run, step)
         with torch.no_grad():
-            for name, p in model.named_parameters():
+            for name, gradient in mean.items():
+                model.get_parameter(name).sub_(lr * gradient)
+
+
+def assert_same(model, expected, **tolerance):
+    """Parameters are those of another model."""
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def assert_by_hand(model, run, before=None, rtol=1e-4, atol=1e-5):
+    """A trained model is where DP-SGD by hand ends, from `before` or the usual model."""
+    expected = build()[0] if before is None else before
+    by_hand(expected, run, run.num_steps)
+    assert_same(model, expected, rtol=rtol, atol=atol)
+
+
+def train_units(model, run, loss_of, lr=0.5):
+    """Train by plain autograd: `loss_of(step, unit)` of each unit of a batch, clipped once."""
+    named = dict(model.named_parameters())
+    for step in range(run.num_steps):
+        total = {name: torch.zeros_like(p) for name, p in named.items()}
+        for unit in run.batch_indices(step):
+            grads = torch.autograd.grad(loss_of(step, unit), list(named.values()))
+            norm = float(torch.cat([g.flatten() for g in grads]).norm())
+            factor = float(factors_of(norm, run.max_grad_norm_at(step), "float64"))
+            for name, grad in zip(named, grads, strict=True):
+                total[name] += factor * grad
+        mean = dpt.noisy_mean(total, run, step)
+        with torch.no_grad():
+            for name, p in named.items():
                 p -= lr * mean[name]
 
 

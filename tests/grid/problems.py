@@ -46,7 +46,7 @@ FORMS = {
     ("torch", "linear"): (USUAL, "gram", "keep", "discard"),
     ("jax", "convolution"): (USUAL, "gram", "patches", "offsets"),
     ("jax", "linear"): (USUAL, "lengths", "gram", "gradients"),
-    ("jax", "table"): (USUAL, "table", "sort"),
+    ("jax", "table"): (USUAL,),
     ("jax", "several uses"): (USUAL, "pairs", "formed"),
 }
 

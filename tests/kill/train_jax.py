@@ -40,7 +40,7 @@ def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
 
 def watch_noise(folder: str) -> None:
     """Note every release before its bits are drawn."""
-    notes.watch_noise(folder, "dualdp_jax.training.engine")
+    notes.watch_noise(folder, "dualdp_jax.training.step")
 
 
 def main(folder: str, die: tuple[str, int] | None = None) -> None:

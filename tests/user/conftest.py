@@ -179,12 +179,18 @@ def draw_as_in_the_batch(torch, n, k):
     torch.nn.functional.dropout = dropout
 
 
-def with_mistake(run, old, new):
-    """Return the program with a part of its text replaced."""
-    text = textwrap.dedent(inspect.getsource(run)).partition("def ")
-    assert text[2].count(old) == 1, f"{old!r} stands {text[2].count(old)} times in {run.__name__}"
-    scope = dict(run.__globals__)
-    exec("def " + text[2].replace(old, new), scope)
+def text_of(run):
+    """Return a function as it is written, without its decorators."""
+    return "def " + textwrap.dedent(inspect.getsource(run)).partition("def ")[2]
+
+
+def changed(run, changes):
+    """Return a function with parts of its text replaced, each an (old, new) pair."""
+    text, scope = text_of(run), dict(run.__globals__)
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {run.__name__}"
+        text = text.replace(old, new)
+    exec(text, scope)
     return scope[run.__name__]
 
 
@@ -206,10 +212,6 @@ def programs():
         return add
 
     return found, program
-
-
-def names(found):
-    return [entry.run.__name__ for entry in found]
 
 
 def run(program, private):
@@ -248,14 +250,15 @@ def runs_as_a_users(entry):
 
 def is_refused(entry):
     """The planted mistake is refused at its first step, or what the loop does right after it."""
-    old, new, words = entry.mistake
+    *mistake, words = entry.mistake
+    wrong = changed(entry.run, [mistake])
     private = Private(False, noise_multiplier=1.0)
     if entry.is_noted:
-        run(with_mistake(entry.run, old, new), private)
+        run(wrong, private)
         assert words in private.engine.ledger.to_json()
         return
     refused = pytest.raises((RuntimeError, ValueError, TypeError), match=words)
     with refused, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of shapes that broadcast
-        run(with_mistake(entry.run, old, new), private)
+        run(wrong, private)
     assert private.engine is None or len(private.engine.ledger) <= 1

@@ -9,13 +9,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.user import conftest
-from tests.user.vision import ROWS, labels, loader_of, mlp, sgd
+from tests.user.parts import ROWS, adam, labels, loader_of, mlp, sgd, table, train
 
 PROGRAMS, program = conftest.programs()
-
-
-def table():
-    return torch.randn(ROWS, 6), labels(3)
 
 
 class Bar:
@@ -41,8 +37,7 @@ class Bar:
 )
 def running_means_on_a_bar(private):
     model, running = mlp(6, 12, 3), 0.0
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
     for _epoch in range(5):
         bar = Bar(loader)
         for x, y in bar:
@@ -57,14 +52,13 @@ def running_means_on_a_bar(private):
 
 
 @program(
-    "loss = 0.5 * F.cross_entropy(out, y)",
-    "loss = 0.5 * F.cross_entropy(out, y, weight=out.detach().mean(0).exp())",
+    "0.5 * F.cross_entropy(out, y)",
+    "0.5 * F.cross_entropy(out, y, weight=out.detach().mean(0).exp())",
     "example|row",
 )
 def a_dictionary_for_a_dashboard(private):
     model, log = mlp(6, 12, 2), []
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(table()[0], labels(2)))  # dp
+    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0], labels(2)))  # dp
     for step, (x, y) in enumerate(loader.remaining()):
         out = model(x)
         loss = 0.5 * F.cross_entropy(out, y)
@@ -78,11 +72,7 @@ def a_dictionary_for_a_dashboard(private):
         optimizer.zero_grad()
 
 
-@program(
-    "loss = criterion(model(x), y)",
-    "loss = criterion(model(x), y) + model(x).var(0).sum()",
-    "example|row",
-)
+@program("loss = criterion(", "loss = model(x).var(0).sum() + criterion(", "example|row")
 def early_stopping(private):
     model, best, patience, kept = mlp(6, 12, 3), float("inf"), 0, None
     optimizer, criterion = sgd(model), nn.CrossEntropyLoss()
@@ -108,25 +98,15 @@ def early_stopping(private):
     print(best)
 
 
-@program(
-    "F.cross_entropy(model(x), y)",
-    "F.cross_entropy(model(x)[torch.randperm(len(x))], y)",
-    "example|row",
-)
+@program("model(x), y)", "model(x)[torch.randperm(len(x))], y)", "example|row")
 def k_folds(private):
     data, scores = TensorDataset(*table()), []
     for fold in range(2):
         inside = [k for k in range(ROWS) if k % 2 != fold]
         model = mlp(6, 12, 3)
-        optimizer = sgd(model)
         loader = DataLoader(Subset(data, inside), batch_size=4, shuffle=True)
-        model, optimizer, loader = private(model, optimizer, loader)  # dp
-        for _epoch in range(5):
-            for x, y in loader:
-                loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+        model, optimizer, loader = private(model, sgd(model), loader)  # dp
+        train(model, optimizer, loader, lambda model, x, y: F.cross_entropy(model(x), y))
         x, y = data[[k for k in range(ROWS) if k % 2 == fold]]
         model.eval()
         scores.append((model(x).argmax(1) == y).float().mean().item())
@@ -140,8 +120,7 @@ def k_folds(private):
 )
 def annealed_term_beside_logged_numbers(private):
     model, log = mlp(6, 8, 12), []
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(table()[0]))  # dp
+    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0]))  # dp
     for step, (x,) in enumerate(loader.remaining()):
         mean, log_var = model(x).chunk(2, 1)
         recon = F.mse_loss(mean + torch.randn_like(mean) * (0.5 * log_var).exp(), x)
@@ -156,11 +135,7 @@ def annealed_term_beside_logged_numbers(private):
         optimizer.step()
 
 
-@program(
-    "F.cross_entropy(model(x), y)",
-    "F.cross_entropy(model(x).sub(model(x).mean(0)), y)",
-    "example|row",
-)
+@program("(model(x), y)", "(model(x).sub(model(x).mean(0)), y)", "example|row")
 def schedulers_of_every_kind(private):
     model = mlp(6, 12, 3)
     optimizer = sgd(model, momentum=0.9, nesterov=True)
@@ -191,7 +166,9 @@ class Both(torch.optim.Optimizer):
             one.step()
 
 
-@program("private(model, both, ", "private(model, [muon, adam], ", "holds all parameters")
+@program(
+    "private(model, both, ", "private(model, [muon, adam], ", "holds all parameters and steps each"
+)
 def two_optimizers(private):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
@@ -211,9 +188,8 @@ def average_of_the_weights(private):
     averaged = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     )
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(table()[0], torch.randn(ROWS))
-    )  # dp
+    loader = loader_of(table()[0], torch.randn(ROWS))
+    model, optimizer, loader = private(model, optimizer, loader)  # dp
     for _epoch in range(5):
         for x, y in loader:
             loss = F.mse_loss(model(x), y)
@@ -225,11 +201,10 @@ def average_of_the_weights(private):
             print(averaged(torch.randn(3, 6)).mean().item())
 
 
-@program("F.cross_entropy(out, y)", "F.cross_entropy(out / out.detach().norm(), y)", "example|row")
+@program("(out, y)", "(out / out.detach().norm(), y)", "example|row")
 def gradient_norms_in_the_log(private):
     model, log = mlp(6, 12, 3), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
+    model, optimizer, loader = private(model, adam(model, lr=1e-2), loader_of(*table()))  # dp
     for _epoch in range(5):
         for x, y in loader:
             out = model(x)
@@ -242,31 +217,22 @@ def gradient_norms_in_the_log(private):
             log.append((norm.item(), sizes, optimizer.param_groups[0]["lr"]))
 
 
-@program(
-    "F.cross_entropy(one, y) + F.cross_entropy(two, y)",
-    "F.cross_entropy(one, y) + F.cross_entropy(two, y.roll(1))",
-    "example|row",
-)
+@program("(two, y)", "(two, y.roll(1))", "example|row")
 def r_drop(private):
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 3))
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
-    for x, y in loader.remaining():
+    def loss_of(model, x, y):
         one, two = model(x), model(x)
         kl = F.kl_div(one.log_softmax(1), two.softmax(1), reduction="batchmean")
-        loss = F.cross_entropy(one, y) + F.cross_entropy(two, y) + 0.5 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return F.cross_entropy(one, y) + F.cross_entropy(two, y) + 0.5 * kl
+
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 3))
+    train(*private(model, sgd(model), loader_of(*table())), loss_of)  # dp
 
 
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.heads = (
-            mlp(6, 12),
-            nn.ModuleDict({"kind": nn.Linear(12, 3), "size": nn.Linear(12, 1)}),
-        )
+        self.body = mlp(6, 12)
+        self.heads = nn.ModuleDict({"kind": nn.Linear(12, 3), "size": nn.Linear(12, 1)})
 
     def forward(self, x):
         h = torch.tanh(self.body(x))
@@ -277,9 +243,8 @@ class TwoHeads(nn.Module):
 def two_heads_on_dictionaries(private):
     model = TwoHeads()
     optimizer = sgd(model)
-    rows = [
-        {"x": x, "kind": k, "size": s} for x, k, s in zip(*table(), torch.randn(ROWS), strict=True)
-    ]
+    columns = zip(*table(), torch.randn(ROWS), strict=True)
+    rows = [{"x": x, "kind": kind, "size": size} for x, kind, size in columns]
     model, optimizer, loader = private(model, optimizer, DataLoader(rows, batch_size=8))  # dp
     weights = {"kind": 1.0, "size": 0.3}
     for batch in loader.remaining():
@@ -294,8 +259,8 @@ def two_heads_on_dictionaries(private):
 
 
 @program(
-    "loss.backward()",
-    "(loss + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()",
+    "loss.backward",
+    "(loss + 0.01 * sum(p.square().sum() for p in model.parameters())).backward",
     "weight_decay",
 )
 def a_closure_and_a_step_of_its_own(private):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.user import conftest
-from tests.user.vision import ROWS, labels, loader_of, mlp, sgd
+from tests.user.parts import ROWS, adam, labels, loader_of, mlp, sgd, table, train
 
 PROGRAMS, program = conftest.programs()
 
@@ -26,11 +26,10 @@ class Tabular(nn.Module):
 @program("model(cats, nums).squeeze(1)", "model(cats, nums)", "(n, 1)|example|size")
 def tabular_with_embeddings(private):
     model = Tabular()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = adam(model, lr=1e-2)
     cats = torch.stack([torch.randint(5, (ROWS,)), torch.randint(7, (ROWS,))], 1)
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(cats, torch.randn(ROWS, 4), torch.randn(ROWS))
-    )  # dp
+    loader = loader_of(cats, torch.randn(ROWS, 4), torch.randn(ROWS))
+    model, optimizer, loader = private(model, optimizer, loader)  # dp
     for _epoch in range(5):
         squares, count = 0.0, 0
         for cats, nums, y in loader:
@@ -61,23 +60,15 @@ class GCN(nn.Module):
         return self.out(h.sum(1))
 
 
-@program(
-    "F.cross_entropy(out, y)",
-    "F.cross_entropy(out, y, weight=torch.bincount(y, minlength=2) / 4)",
-    "example|row",
-)
+@program("(out, y)", "(out, y, weight=torch.bincount(y, minlength=2) / 4)", "example|row")
 def graphs_by_index_add(private):
+    def loss_of(model, x, edges, y):
+        out = model(x, edges)
+        return F.cross_entropy(out, y)
+
     model = GCN()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     loader = loader_of(torch.randn(ROWS, 6, 3), torch.randint(6, (ROWS, 2, 9)), labels(2))
-    model, optimizer, loader = private(model, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for x, edges, y in loader:
-            optimizer.zero_grad()
-            out = model(x, edges)
-            loss = F.cross_entropy(out, y)
-            loss.backward()
-            optimizer.step()
+    train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
 class Factors(nn.Module):
@@ -92,18 +83,15 @@ class Factors(nn.Module):
 
 @program("better - worse", "better - worse.flip(0)", "example|row")
 def recommender_with_negative_samples(private):
+    def loss_of(model, user, film):
+        negative = torch.randint(0, 11, (len(film),))
+        better, worse = model(user, film), model(user, negative)
+        return -F.logsigmoid(better - worse).mean()
+
     model = Factors()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     users, films = torch.randint(9, (ROWS,)), torch.randint(11, (ROWS,))
-    model, optimizer, loader = private(model, optimizer, loader_of(users, films))  # dp
-    for _epoch in range(5):
-        for user, film in loader:
-            negative = torch.randint(0, 11, (len(film),))
-            better, worse = model(user, film), model(user, negative)
-            loss = -F.logsigmoid(better - worse).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, optimizer, loader_of(users, films)), loss_of)  # dp
 
 
 class Forecaster(nn.Module):
@@ -117,60 +105,41 @@ class Forecaster(nn.Module):
 
 @program("series - level", "series - series.mean()", "example|row")
 def quantile_forecasts(private):
-    model = Forecaster()
     quantiles = torch.tensor([0.1, 0.5, 0.9])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(torch.randn(ROWS, 10), torch.randn(ROWS))
-    )  # dp
-    for _epoch in range(5):
-        for series, y in loader:
-            level = series.mean(1, keepdim=True)
-            gap = y[:, None] - (model(series - level) + level)
-            loss = torch.maximum(quantiles * gap, (quantiles - 1) * gap).sum(1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+
+    def loss_of(model, series, y):
+        level = series.mean(1, keepdim=True)
+        gap = y[:, None] - (model(series - level) + level)
+        return torch.maximum(quantiles * gap, (quantiles - 1) * gap).sum(1).mean()
+
+    model = Forecaster()
+    loader = loader_of(torch.randn(ROWS, 10), torch.randn(ROWS))
+    train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
-@program(
-    "F.binary_cross_entropy_with_logits(out, y, pos_weight=pos_weight)",
-    "F.binary_cross_entropy_with_logits(out, y, pos_weight=(1 - y).sum(0) / y.sum(0).clamp(min=1))",
-    "example|row",
-)
+@program("=pos_weight)", "=(1 - y).sum(0) / y.sum(0).clamp(min=1))", "example|row")
 def multi_label_with_class_weights_from_numpy(private):
     model, targets = mlp(6, 12, 3), (torch.randn(ROWS, 3) > 0.5).to(torch.get_default_dtype())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     pos_weight = torch.from_numpy(np.array([1.0, 2.0, 3.0])).to(targets.dtype)
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(torch.randn(ROWS, 6), targets)
-    )  # dp
-    for _epoch in range(5):
-        hits = 0
-        for x, y in loader:
-            out = model(x)
-            loss = F.binary_cross_entropy_with_logits(out, y, pos_weight=pos_weight)
-            hits += ((out > 0) == (y > 0.5)).all(1).sum().item()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+
+    def loss_of(model, x, y):
+        out = model(x)
+        print("hits", ((out > 0) == (y > 0.5)).all(1).sum().item())
+        return F.binary_cross_entropy_with_logits(out, y, pos_weight=pos_weight)
+
+    loader = loader_of(torch.randn(ROWS, 6), targets)
+    train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
 @program(
-    "weights = torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])",
-    "weights = torch.bincount(y, minlength=3)[y] / len(y)",
+    "torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])",
+    "torch.bincount(y, minlength=3)[y] / len(y)",
     "example|row",
 )
 def weights_from_a_dict(private):
+    def loss_of(model, x, y):
+        weights = torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])
+        return (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
+
     model = mlp(6, 12, 3)
-    optimizer = sgd(model)
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(torch.randn(ROWS, 6), labels(3))
-    )  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            weights = torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])
-            loss = (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, sgd(model), loader_of(*table())), loss_of)  # dp

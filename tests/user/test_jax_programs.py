@@ -185,44 +185,46 @@ def as_floats(tree, dtype):
     return jax.tree.map(cast, tree)
 
 
+def start(program, dtype, **given):
+    """Return (loss of plain parameters, data, options, engine, made) of a program."""
+    loss_fn, params, optimizer, data, options = program()
+    params, *data = as_floats((params, *data), dtype)
+    engine, plain = dpj.PrivacyEngine(), loss_fn
+    if isinstance(params, nnx.Module):
+        graph, _ = nnx.split(params)
+        plain = lambda p, *row: loss_fn(nnx.merge(graph, p), *row)  # noqa: E731
+    if "has_aux" in options:
+        plain = lambda p, *row: loss_fn(p, *row)[0]  # noqa: E731
+    parts = {"loss_fn": loss_fn, "params": params, "optimizer": optimizer, "data": tuple(data)}
+    made = engine.make_private(**parts, seed=3, **NUMBERS, **options, **given)
+    return plain, data, options, engine, made
+
+
 def clipped_sum(loss_fn, params, rows, trainable):
     """Leaves of the definition: a float64 loop over the rows."""
     total, bound = jax.tree.map(jnp.zeros_like, params), NUMBERS["max_grad_norm"]
+    is_trained = jax.tree.map(lambda _: True, params) if trainable is None else trainable
     for row in rows:
-        grads = jax.grad(loss_fn)(params, *row)
-        if trainable is not None:
-            grads = jax.tree.map(lambda g, is_trained: g * is_trained, grads, trainable)
+        grads = jax.tree.map(jnp.multiply, jax.grad(loss_fn)(params, *row), is_trained)
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
         factor = jnp.minimum(1, bound / norm)
         total = jax.tree.map(lambda s, g: s + factor * g, total, grads)  # noqa: B023
-    leaves = jax.tree.leaves(total)
-    is_trained = [True] * len(leaves) if trainable is None else jax.tree.leaves(trainable)
-    return [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained]
+    pairs = zip(jax.tree.leaves(total), jax.tree.leaves(is_trained), strict=True)
+    return [leaf for leaf, trained in pairs if trained]
 
 
 @each
 def test_it_equals_a_loop_over_rows(program):
     """Steps with checks=1.0, each sum beside the definition where a row has no key of its own."""
     with jax.enable_x64(True):
-        loss_fn, params, optimizer, data, options = program()
-        params = as_floats(params, jnp.float64)
-        engine = dpj.PrivacyEngine()
-        given = {"noise_multiplier": 1e-12, "seed": 3, "checks": 1.0, **NUMBERS, **options}
-        step, state, loader = engine.make_private(
-            loss_fn=loss_fn, params=params, optimizer=optimizer, data=data, **given
+        plain, data, options, engine, (step, state, loader) = start(
+            program, jnp.float64, noise_multiplier=1e-12, checks=1.0
         )
-        plain, graph = loss_fn, None
-        if isinstance(params, nnx.Module):
-            graph, _ = nnx.split(params)
         for k, batch in enumerate(loader.remaining()):
             before = state.params
             state, _ = step(state, batch)
             if k in (0, 13) and "needs_key" not in options:
                 rows = [[part[i] for part in data] for i in engine.plan.batch_indices(k)]
-                if graph is not None:
-                    plain = lambda p, *row: loss_fn(nnx.merge(graph, p), *row)  # noqa: E731
-                elif "has_aux" in options:
-                    plain = lambda p, *row: loss_fn(p, *row)[0]  # noqa: E731
                 expected = clipped_sum(plain, before, rows, options.get("trainable"))
                 found = engine.stages().unprotected_sum
                 for ours, theirs in zip(jax.tree.leaves(found), expected, strict=True):
@@ -232,18 +234,7 @@ def test_it_equals_a_loop_over_rows(program):
 
 @each
 def test_it_runs_by_default(program):
-    loss_fn, params, optimizer, data, options = program()
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(
-        loss_fn=loss_fn,
-        params=as_floats(params, jnp.float32),
-        optimizer=optimizer,
-        data=tuple(as_floats(part, jnp.float32) for part in data),
-        noise_multiplier=1.0,
-        seed=3,
-        **NUMBERS,
-        **options,
-    )
+    *_, engine, (step, state, loader) = start(program, jnp.float32, noise_multiplier=1.0)
     for _epoch in range(-(-STEPS // -(-ROWS // 6))):
         for batch in loader:
             state, metrics = step(state, batch)

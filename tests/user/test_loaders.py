@@ -125,37 +125,3 @@ def test_a_penalty_on_weights_says_where_it_goes():
     optimizer.register_step_pre_hook(decay)
     train(model, optimizer, loader)
     assert len(engine.ledger) == 3
-
-
-def test_batch_norm_is_refused_by_the_line_that_replaces_it():
-    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)]
-    model, _, loader = parts(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(dualdp.UnsupportedLayerError, match=r"model = dualdp.torch.fix\(model\)"):
-        private(model, optimizer, loader)
-    model = dpt.fix(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *made = private(model, optimizer, loader)
-    train(*made)
-    assert len(engine.ledger) == 3
-
-
-def test_two_optimizers_of_one_model_go_into_one():
-    model, _, loader = parts()
-    halves = [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[2].parameters())]
-    with pytest.raises(TypeError, match="holds all parameters and steps each"):
-        private(model, halves, loader)
-
-    class Both(torch.optim.Optimizer):
-        def __init__(self, *optimizers):
-            groups = [group for one in optimizers for group in one.param_groups]
-            super().__init__(groups, {})
-            self.optimizers = optimizers
-
-        def step(self):
-            for one in self.optimizers:
-                one.step()
-
-    engine, *made = private(model, Both(*halves), loader)
-    train(*made)
-    assert len(engine.ledger) == 3

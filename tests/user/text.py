@@ -13,22 +13,20 @@ from torch.utils.data import DataLoader
 
 from dualdp_torch.trainer import per_example_loss
 from tests.user import conftest
-from tests.user.vision import ROWS, labels, loader_of
+from tests.user.parts import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    adam,
+    adamw,
+    labels,
+    loader_of,
+    padded_words,
+    train,
+    words,
+)
 
-VOCABULARY, LENGTH = 20, 7
 PROGRAMS, program = conftest.programs()
-
-
-def words(low=1):
-    return torch.randint(low, VOCABULARY, (ROWS, LENGTH))
-
-
-def lengths():
-    return 2 + torch.arange(ROWS) % (LENGTH - 1)
-
-
-def padded():
-    return words() * (torch.arange(LENGTH) < lengths()[:, None])
 
 
 class CharRNN(nn.Module):
@@ -42,15 +40,10 @@ class CharRNN(nn.Module):
         return self.decoder(out), hidden.transpose(0, 1)
 
 
-@program(
-    "output.flatten(0, 1), text[:, 1:].flatten()",
-    "output.flatten(0, 1), text[:, 1:].flip(0).flatten()",
-    "row|example",
-)
+@program("text[:, 1:].flatten", "text[:, 1:].flip(0).flatten", "row|example")
 def char_rnn(private):
     model = CharRNN()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer, loader = private(model, optimizer, loader_of(words()))  # dp
+    model, optimizer, loader = private(model, adam(model, lr=1e-2), loader_of(words()))  # dp
     for _epoch in range(5):
         all_losses = []
         for (text,) in loader:
@@ -114,23 +107,18 @@ class BiLSTM(nn.Module):
         return self.out((scores.softmax(1) * h).sum(1))
 
 
-@program(
-    "F.cross_entropy(out, y)", "F.cross_entropy(out, y) * (1 + y.float().mean())", "example|row"
-)
+@program("(out, y)", "(out, y) * (1 + y.float().mean())", "example|row")
 def bilstm_with_attention(private):
+    def loss_of(model, x, y):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        accuracy = (out.argmax(1) == y).float().mean().item()
+        print({"loss": round(loss.item(), 3), "acc": accuracy})
+        return loss
+
     model = BiLSTM()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, optimizer, loader = private(model, optimizer, loader_of(padded(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            optimizer.zero_grad()
-            out = model(x)
-            loss = F.cross_entropy(out, y)
-            loss.backward()
-            optimizer.step()
-            print(
-                {"loss": round(loss.item(), 3), "acc": (out.argmax(1) == y).float().mean().item()}
-            )
+    loader = loader_of(padded_words(), labels())
+    train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
 class TextCNN(nn.Module):
@@ -146,14 +134,10 @@ class TextCNN(nn.Module):
         return self.fc(self.dropout(torch.cat([h.max(2).values for h in x], 1)))
 
 
-@program(
-    "loss = F.cross_entropy(logit, y)",
-    "loss = F.cross_entropy(logit, y) - 0.1 * logit.std()",
-    "example|row",
-)
+@program("(logit, y)", "(logit, y) - 0.1 * logit.std()", "example|row")
 def text_cnn(private):
     model, steps, best_acc = TextCNN(), 0, 0
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = adam(model, lr=1e-2)
     model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
     for _epoch in range(5):
         for x, y in loader:
@@ -187,25 +171,15 @@ class Seq2Seq(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@program(
-    "output.flatten(0, 1), target[:, 1:].flatten()",
-    "output.transpose(0, 1).flatten(0, 1), target[:, 1:].flatten()",
-    "example|row",
-)
+@program("output.flatten(0, 1)", "output.transpose(0, 1).flatten(0, 1)", "example|row")
 def seq2seq_with_teacher_forcing(private):
+    def loss_of(model, source, target):
+        is_forced = random.random() < 0.5
+        output = model(source, target, is_forced)
+        return F.cross_entropy(output.flatten(0, 1), target[:, 1:].flatten())
+
     model = Seq2Seq()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(words(), words()))  # dp
-    for _epoch in range(5):
-        print_loss = 0
-        for source, target in loader:
-            optimizer.zero_grad()
-            is_forced = random.random() < 0.5
-            output = model(source, target, is_forced)
-            loss = F.cross_entropy(output.flatten(0, 1), target[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            print_loss += loss.item()
+    train(*private(model, adam(model), loader_of(words(), words())), loss_of)  # dp
 
 
 class Encoder(nn.Module):
@@ -229,18 +203,15 @@ def padding(batch):
 
 @program("(~mask).sum(1)[:, None]", "(~mask).sum()", "example|row")
 def transformer_with_padding_masks(private):
+    def loss_of(model, x, mask, y):
+        out = model(x, mask)
+        pooled = (out * ~mask[..., None]).sum(1) / (~mask).sum(1)[:, None]
+        return F.cross_entropy(pooled, y)
+
     model = Encoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = loader_of(padded(), labels(), collate_fn=padding)
-    model, optimizer, loader = private(model, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for x, mask, y in loader:
-            out = model(x, mask)
-            pooled = (out * ~mask[..., None]).sum(1) / (~mask).sum(1)[:, None]
-            loss = F.cross_entropy(pooled, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    optimizer = adamw(model)
+    loader = loader_of(padded_words(), labels(), collate_fn=padding)
+    train(*private(model, optimizer, loader), loss_of)  # dp
 
 
 @program(
@@ -249,19 +220,15 @@ def transformer_with_padding_masks(private):
     "reduction",
 )
 def masked_language_model(private):
+    def loss_of(model, text):
+        is_masked = torch.rand(text.shape) < 0.3
+        targets = text.masked_fill(~is_masked, -100)
+        logits = model(text.masked_fill(is_masked, 1))
+        tokens = F.cross_entropy(logits.mT, targets, reduction="none")
+        return (tokens.sum(1) / is_masked.sum(1).clamp(min=1)).mean()  # dp
+
     model = Encoder(VOCABULARY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(words(low=2)))  # dp
-    for _epoch in range(5):
-        for (text,) in loader:
-            is_masked = torch.rand(text.shape) < 0.3
-            targets = text.masked_fill(~is_masked, -100)
-            logits = model(text.masked_fill(is_masked, 1))
-            tokens = F.cross_entropy(logits.mT, targets, reduction="none")
-            loss = (tokens.sum(1) / is_masked.sum(1).clamp(min=1)).mean()  # dp
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(*private(model, adamw(model), loader_of(words(low=2))), loss_of)  # dp
 
 
 class Block(nn.Module):
@@ -301,7 +268,7 @@ def get_lr(it, warmup=5, most=3e-3, steps=30):
     return most * 0.5 * (1 + math.cos(math.pi * (it - warmup) / (steps - warmup)))
 
 
-@program("logits, loss = model(x, y)", "logits, loss = model(x, y.flip(0))", "example|row")
+@program("model(x, y)", "model(x, y.flip(0))", "example|row")
 def nano_gpt_loop(private):
     model = GPT()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -338,10 +305,12 @@ class LoRA(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-@program(
-    "F.cross_entropy(out, y)", "F.cross_entropy(out / out.detach().abs().max(), y)", "example|row"
-)
+@program("(out, y)", "(out / out.detach().abs().max(), y)", "example|row")
 def low_rank_adapters(private):
+    def loss_of(model, x, y):
+        out = model(x).mean(1)
+        return F.cross_entropy(out, y)
+
     model = Encoder().requires_grad_(False)
     layer = model.body.layers[0]
     layer.linear1, layer.linear2 = LoRA(layer.linear1), LoRA(layer.linear2)
@@ -349,13 +318,7 @@ def low_rank_adapters(private):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            out = model(x).mean(1)
-            loss = F.cross_entropy(out, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, optimizer, loader, loss_of)
     adapters = {name: p for name, p in model.state_dict().items() if ".a" in name or ".b" in name}
     print(len(adapters))
 
@@ -377,9 +340,11 @@ def items(**columns):
 @program("model(**batch)", 'model(**batch | {"labels": batch["labels"].flip(0)})', "example|row")
 def glue(private):
     model = bert("SequenceClassification", num_labels=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 30))
-    data = items(input_ids=padded(), attention_mask=(padded() > 0).long(), labels=labels())
+    data = items(
+        input_ids=padded_words(), attention_mask=(padded_words() > 0).long(), labels=labels()
+    )
     model, optimizer, loader = private(model, optimizer, data)  # dp
     predictions = []
     for _epoch in range(5):
@@ -401,11 +366,9 @@ def glue(private):
 )
 def token_classification(private):
     model = bert("TokenClassification", num_labels=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tags = torch.where(padded() > 0, words() % 3, -100)
-    model, optimizer, loader = private(
-        model, optimizer, items(input_ids=padded(), labels=tags)
-    )  # dp
+    optimizer = adamw(model)
+    data = items(input_ids=words(), labels=torch.where(padded_words() > 0, words() % 3, -100))
+    model, optimizer, loader = private(model, optimizer, data)  # dp
     for _epoch in range(5):
         for batch in loader:
             outputs = model(**batch)
@@ -417,32 +380,22 @@ def token_classification(private):
 
 @program("end_positions=end", "end_positions=end.flip(0)", "example|row")
 def question_answering(private):
-    model = bert("QuestionAnswering")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ends = torch.arange(ROWS) % LENGTH
-    model, optimizer, loader = private(model, optimizer, loader_of(words(), ends // 2, ends))  # dp
-    for _epoch in range(5):
-        for x, start, end in loader:
-            optimizer.zero_grad()
-            loss = model(input_ids=x, start_positions=start, end_positions=end).loss
-            loss.backward()
-            optimizer.step()
+    def loss_of(model, x, start, end):
+        return model(input_ids=x, start_positions=start, end_positions=end).loss
+
+    model, ends = bert("QuestionAnswering"), torch.arange(ROWS) % LENGTH
+    train(*private(model, adamw(model), loader_of(words(), ends // 2, ends)), loss_of)  # dp
 
 
-@program("labels=target).loss", "labels=target.roll(1, 0)).loss", "example|row")
+@program("labels=target", "labels=target.roll(1, 0)", "example|row")
 def translation_with_t5(private):
+    def loss_of(model, source, target):
+        mask = (source != 0).long()
+        return model(input_ids=source, attention_mask=mask, labels=target).loss
+
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes
-    )
+    sizes |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+    config = transformers.T5Config(dropout_rate=0.0, **sizes)
     model = transformers.T5ForConditionalGeneration(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(padded(), words()))  # dp
-    for _epoch in range(5):
-        for source, target in loader:
-            mask = (source != 0).long()
-            loss = model(input_ids=source, attention_mask=mask, labels=target).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(*private(model, adamw(model), loader_of(padded_words(), words())), loss_of)  # dp

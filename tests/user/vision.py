@@ -6,35 +6,12 @@ import copy
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp.torch as dpt
 from tests.user import conftest
+from tests.user.parts import ROWS, adam, adamw, images, labels, loader_of, mlp, sgd, train
 
-ROWS = 48
 PROGRAMS, program = conftest.programs()
-
-
-def images(channels=1, size=8):
-    return torch.randn(ROWS, channels, size, size)
-
-
-def labels(classes=4):
-    return torch.arange(ROWS) % classes
-
-
-def loader_of(*tensors, **options):
-    return DataLoader(TensorDataset(*tensors), batch_size=8, shuffle=True, **options)
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), lr=0.05, **options)
-
-
-def mlp(*sizes):
-    pairs = list(zip(sizes, sizes[1:], strict=False))
-    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
 
 
 class ConvNet(nn.Module):
@@ -65,11 +42,7 @@ def accuracy(output, target, topk=(1,)):
         return [correct[:k].reshape(-1).float().sum() * (100.0 / target.size(0)) for k in topk]
 
 
-@program(
-    "loss = F.cross_entropy(output, target)",
-    "loss = F.cross_entropy(output - output.mean(0), target)",
-    "example",
-)
+@program("F.cross_entropy(output", "F.cross_entropy(output - output.mean(0)", "example")
 def classifier_with_meters(private):
     model = ConvNet()
     optimizer = sgd(model, momentum=0.9)
@@ -134,21 +107,13 @@ class VAE(nn.Module):
 
 @program("mu.pow(2)", "mu.mean(0).pow(2)", "example|row")
 def vae(private):
-    model = VAE()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    loader = loader_of(images().sigmoid())
-    model, optimizer, loader = private(model, optimizer, loader, loss_reduction="sum")  # dp
-    for _epoch in range(5):
-        train_loss = 0
-        for (data,) in loader:
-            optimizer.zero_grad()
-            recon, mu, logvar = model(data)
-            bce = F.binary_cross_entropy(recon, data.view(-1, 64), reduction="sum")
-            kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-            loss = bce + kld
-            loss.backward()
-            train_loss += loss.item()
-            optimizer.step()
+    def loss_of(model, data):
+        recon, mu, logvar = model(data)
+        bce = F.binary_cross_entropy(recon, data.view(-1, 64), reduction="sum")
+        return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+    model, loader = VAE(), loader_of(images().sigmoid())
+    train(*private(model, adam(model), loader, loss_reduction="sum"), loss_of)  # dp
 
 
 @program("with private.pause():  # dp", "with torch.enable_grad():", "pause")
@@ -178,7 +143,7 @@ def dcgan(private):
             history.append((err_g.item(), (err_real + err_fake).item()))
 
 
-@program("-torch.mean(critic(real)) +", "-torch.mean(critic(real)).square() +", "row|example")
+@program("(critic(real)) +", "(critic(real)).square() +", "row|example")
 def wgan_with_clipped_weights(private):
     generator, critic = mlp(6, 16, 64), nn.Sequential(nn.Flatten(), mlp(64, 16, 1))
     optimizer_g = torch.optim.RMSprop(generator.parameters(), lr=5e-5)
@@ -208,26 +173,16 @@ class Siamese(nn.Module):
         return self.net(a), self.net(b)
 
 
-@program(
-    "torch.clamp(1.0 - distance, min=0.0)",
-    "torch.clamp(distance.max() - distance, min=0.0)",
-    "row|example",
-)
+@program("clamp(1.0 -", "clamp(distance.max() -", "row|example")
 def siamese(private):
+    def loss_of(model, first, second, same):
+        distance = F.pairwise_distance(*model(first, second))
+        apart = torch.clamp(1.0 - distance, min=0.0)
+        return torch.mean(same * distance.pow(2) + (1 - same) * apart.pow(2))
+
     model = Siamese()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = loader_of(images(), images(), labels(2).float())
-    model, optimizer, loader = private(model, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for first, second, same in loader:
-            optimizer.zero_grad()
-            one, two = model(first, second)
-            distance = F.pairwise_distance(one, two)
-            loss = torch.mean(
-                same * distance.pow(2) + (1 - same) * torch.clamp(1.0 - distance, min=0.0).pow(2)
-            )
-            loss.backward()
-            optimizer.step()
+    train(*private(model, adam(model), loader), loss_of)  # dp
 
 
 class Denoiser(nn.Module):
@@ -239,50 +194,30 @@ class Denoiser(nn.Module):
         return self.net(torch.cat([x.flatten(1), self.time(t)], 1)).view_as(x)
 
 
-@program(
-    "F.mse_loss(model(noisy, t), noise)",
-    "F.mse_loss(model(noisy, t), noise.roll(1, 0) * noisy)",
-    "row|example",
-)
+@program("(noisy, t), noise)", "(noisy, t), noise.roll(1, 0) * noisy)", "row|example")
 def diffusion_randint(private):
-    model = Denoiser()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(images()))  # dp
     alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0)
-    for _epoch in range(5):
-        for (x,) in loader:
-            t = torch.randint(0, 100, (x.shape[0],), device=x.device).long()
-            noise = torch.randn_like(x)
-            a = alpha_bar[t][:, None, None, None]
-            noisy = a.sqrt() * x + (1 - a).sqrt() * noise
-            loss = F.mse_loss(model(noisy, t), noise)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+
+    def loss_of(model, x):
+        t = torch.randint(0, 100, (x.shape[0],), device=x.device).long()
+        noise = torch.randn_like(x)
+        a = alpha_bar[t][:, None, None, None]
+        noisy = a.sqrt() * x + (1 - a).sqrt() * noise
+        return F.mse_loss(model(noisy, t), noise)
+
+    model = Denoiser()
+    train(*private(model, adamw(model), loader_of(images())), loss_of)  # dp
 
 
-class Flow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(65, 32, 64)
-
-    def forward(self, x, t):
-        return self.net(torch.cat([x, t], 1))
-
-
-@program(
-    "t = torch.rand(len(x), 1, generator=generator)",
-    "t = torch.rand(len(x), 1, generator=generator) * x.std()",
-    "row|example",
-)
+@program("1, generator=generator)", "1, generator=generator) * x.std()", "row|example")
 def flow_matching_with_a_generator(private):
-    model, generator = Flow(), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(images().flatten(1)))  # dp
+    model, generator = mlp(65, 32, 64), torch.Generator().manual_seed(0)
+    model, optimizer, loader = private(model, adam(model), loader_of(images().flatten(1)))  # dp
     for step, (x,) in enumerate(loader.remaining()):
         t = torch.rand(len(x), 1, generator=generator)
         start = torch.randn(len(x), 64, generator=generator)
-        loss = ((model((1 - t) * start + t * x, t) - (x - start)) ** 2).mean()
+        moved = torch.cat([(1 - t) * start + t * x, t], 1)
+        loss = ((model(moved) - (x - start)) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -290,23 +225,17 @@ def flow_matching_with_a_generator(private):
             print({"step": step, "loss": loss.item()})
 
 
-@program("F.mse_loss(model(low), high)", "F.mse_loss(model(low), high) / high.std()", "row|example")
+@program("(model(low), high)", "(model(low), high) / high.std()", "row|example")
 def super_resolution(private):
+    def loss_of(model, low, high):
+        loss = F.mse_loss(model(low), high)
+        print(f"PSNR: {-10 * torch.log10(loss):.4f} dB")
+        return loss
+
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 3, padding=1), nn.PixelShuffle(2)
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(size=4), images()))  # dp
-    for _epoch in range(5):
-        epoch_loss = 0
-        for low, high in loader:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(low), high)
-            epoch_loss += loss.item()
-            loss.backward()
-            optimizer.step()
-        psnr = -10 * torch.log10(torch.tensor(epoch_loss / len(loader)))
-        print(f"avg. PSNR: {psnr:.4f} dB")
+    train(*private(model, adam(model), loader_of(images(size=4), images())), loss_of)  # dp
 
 
 def dice(logits, target):
@@ -316,24 +245,20 @@ def dice(logits, target):
 
 
 @program(
-    "dice(logits, mask.double()).mean()",
-    "dice(logits.transpose(0, 2), mask.transpose(0, 1).double()).mean()",
+    "(logits, mask.double())",
+    "(logits.transpose(0, 2), mask.transpose(0, 1).double())",
     "row|example|reduction",
 )
 def segmentation(private):
+    def loss_of(model, image, mask):
+        logits = model(image)
+        overlap = ((logits.argmax(1) == 1) & (mask == 1)).sum().item()
+        print("recall", overlap / max(mask.sum().item(), 1))
+        return F.cross_entropy(logits, mask) + dice(logits, mask.double()).mean()
+
     model = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 2, 1))
-    optimizer = sgd(model)
     masks = (images()[:, 0] > 0).long()
-    model, optimizer, loader = private(model, optimizer, loader_of(images(), masks))  # dp
-    for _epoch in range(5):
-        for image, mask in loader:
-            logits = model(image)
-            loss = F.cross_entropy(logits, mask) + dice(logits, mask.double()).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            iou = ((logits.argmax(1) == 1) & (mask == 1)).sum().item() / max(mask.sum().item(), 1)
-    print(iou)
+    train(*private(model, sgd(model), loader_of(images(), masks)), loss_of)  # dp
 
 
 class Detector(nn.Module):
@@ -347,73 +272,54 @@ class Detector(nn.Module):
         return {"logits": self.classes(h).view(-1, 3, 4), "boxes": self.boxes(h).view(-1, 3, 4)}
 
 
-@program("box.sum((1, 2)) / real.sum(1)", "box.sum((1, 2)) / real.sum()", "row|example|reduction")
+@program("(1, 2)) / real.sum(1)", "(1, 2)) / real.sum()", "row|example|reduction")
 def detection_on_padded_boxes(private):
+    def loss_of(model, image, box_targets, class_targets, real):
+        out = model(image)
+        box = F.smooth_l1_loss(out["boxes"], box_targets, reduction="none") * real[..., None]
+        ce = F.cross_entropy(out["logits"].transpose(1, 2), class_targets, reduction="none")
+        return (box.sum((1, 2)) / real.sum(1) + (ce * real).sum(1) / real.sum(1)).mean()
+
     model, boxes, classes = Detector(), torch.rand(ROWS, 3, 4), torch.randint(4, (ROWS, 3))
-    optimizer = sgd(model)
     present = torch.arange(3) < torch.arange(ROWS)[:, None] % 3 + 1
     loader = loader_of(images(), boxes, classes, present)
-    model, optimizer, loader = private(model, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for image, box_targets, class_targets, real in loader:
-            out = model(image)
-            box = F.smooth_l1_loss(out["boxes"], box_targets, reduction="none") * real[..., None]
-            ce = F.cross_entropy(out["logits"].transpose(1, 2), class_targets, reduction="none")
-            loss = (box.sum((1, 2)) / real.sum(1) + (ce * real).sum(1) / real.sum(1)).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, sgd(model), loader), loss_of)  # dp
 
 
-@program(
-    "mixed = lam * x[:, :1] + (1 - lam) * x[:, 1:]",
-    "mixed = lam * x[:, :1] + (1 - lam) * x[:, 1:].flip(0)",
-    "row|example",
-)
+@program("(1 - lam) * x[:, 1:]", "(1 - lam) * x[:, 1:].flip(0)", "row|example")
 def mixup_of_an_examples_views(private):
+    def loss_of(model, x, y):
+        lam = torch.rand(len(x), 1, 1, 1)
+        mixed = lam * x[:, :1] + (1 - lam) * x[:, 1:]
+        return F.cross_entropy(model(mixed), y, label_smoothing=0.1)
+
     model = ConvNet()
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(2), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            lam = torch.rand(len(x), 1, 1, 1)
-            mixed = lam * x[:, :1] + (1 - lam) * x[:, 1:]
-            loss = F.cross_entropy(model(mixed), y, label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, sgd(model), loader_of(images(2), labels())), loss_of)  # dp
 
 
 @program(
-    "alpha = torch.tensor([0.25, 0.5, 0.75, 1.0])[y]",
-    "alpha = torch.bincount(y, minlength=4)[y] / len(y)",
+    "torch.tensor([0.25, 0.5, 0.75, 1.0])[y]",
+    "torch.bincount(y, minlength=4)[y] / len(y)",
     "row|example",
 )
 def focal_loss(private):
+    def loss_of(model, x, y):
+        ce = F.cross_entropy(model(x), y, reduction="none")
+        alpha = torch.tensor([0.25, 0.5, 0.75, 1.0])[y]
+        return (alpha * (1 - torch.exp(-ce)) ** 2 * ce).mean()
+
     model = ConvNet()
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            ce = F.cross_entropy(model(x), y, reduction="none")
-            alpha = torch.tensor([0.25, 0.5, 0.75, 1.0])[y]
-            loss = (alpha * (1 - torch.exp(-ce)) ** 2 * ce).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, sgd(model), loader_of(images(), labels())), loss_of)  # dp
 
 
 @program('reduction="none").mean()  # dp', 'reduction="mean")', "weight")
 def class_weights(private):
     model, weights = ConvNet(), torch.tensor([1.0, 2.0, 0.5, 1.0])
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y, weight=weights, reduction="none").mean()  # dp
-            loss.backward()
-            optimizer.step()
+
+    def loss_of(model, x, y):
+        return F.cross_entropy(model(x), y, weight=weights, reduction="none").mean()  # dp
+
+    train(*private(model, sgd(model), loader_of(images(), labels())), loss_of)  # dp
 
 
 def distillation(out, teacher, y, temperature=2.0):
@@ -425,30 +331,19 @@ def distillation(out, teacher, y, temperature=2.0):
     return 0.5 * F.cross_entropy(out, y) + 0.5 * temperature**2 * soft
 
 
-@program(
-    "distillation(model(x), targets, y)",
-    "distillation(model(x), targets - targets.mean(0), y)",
-    "row|example",
-)
+@program("(model(x), targets,", "(model(x), targets - targets.mean(0),", "row|example")
 def distillation_from_a_frozen_teacher(private):
     teacher, student = ConvNet().eval(), ConvNet()
-    optimizer = sgd(student)
-    model, optimizer, loader = private(student, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            with torch.no_grad():
-                targets = teacher(x)
-            loss = distillation(model(x), targets, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+
+    def loss_of(model, x, y):
+        with torch.no_grad():
+            targets = teacher(x)
+        return distillation(model(x), targets, y)
+
+    train(*private(student, sgd(student), loader_of(images(), labels())), loss_of)  # dp
 
 
-@program(
-    "target = teacher(view).softmax(1)",
-    "target = (teacher(view) - teacher(view).mean(0)).softmax(1)",
-    "row|example",
-)
+@program("(view).softmax(1)", "(view).sub(teacher(view).mean(0)).softmax(1)", "row|example")
 def self_distillation_from_an_ema_teacher(private):
     student = ConvNet()
     teacher = copy.deepcopy(student).requires_grad_(False)
@@ -467,21 +362,13 @@ def self_distillation_from_an_ema_teacher(private):
                 slow.mul_(0.99).add_(fast.detach(), alpha=0.01)
 
 
-@program(
-    "F.cross_entropy(model(adversarial), y)",
-    "F.cross_entropy(model(adversarial), y.flip(0))",
-    "row|example",
-)
+@program("(model(adversarial), y)", "(model(adversarial), y.flip(0))", "row|example")
 def adversarial_training(private):
+    def loss_of(model, x, y):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+        adversarial = (x + 0.03 * slope.sign()).detach()
+        return F.cross_entropy(model(adversarial), y)
+
     model = ConvNet()
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            x.requires_grad_()
-            (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
-            adversarial = (x + 0.03 * slope.sign()).detach()
-            loss = F.cross_entropy(model(adversarial), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(*private(model, sgd(model), loader_of(images(), labels())), loss_of)  # dp

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs after one refusal: the mistake is what their authors wrote, the program what they were
-told to write."""
+told to write, in the lines marked `# dp`."""
 
 import torch
 from torch import nn
@@ -10,21 +10,18 @@ from torch.utils.data import DataLoader
 
 import dualdp.torch as dpt
 from tests.user import conftest
-from tests.user.vision import ROWS, labels, loader_of, mlp, sgd
+from tests.user.parts import ROWS, labels, loader_of, mlp, sgd, table, train
 
 PROGRAMS, program = conftest.programs()
 
 
-def table():
-    return torch.randn(ROWS, 6), labels(3)
-
-
 def trained(model, optimizer, loader, forward):
-    """The usual loop."""
-    for batch in loader.remaining():
-        optimizer.zero_grad()
-        F.cross_entropy(forward(model, *batch[:-1]), batch[-1]).backward()
-        optimizer.step()
+    """The usual loop and its usual loss."""
+
+    def loss_of(model, *batch):
+        return F.cross_entropy(forward(model, *batch[:-1]), batch[-1])
+
+    train(model, optimizer, loader, loss_of)
 
 
 def ragged():
@@ -39,8 +36,8 @@ def side_by_side(batch):
 
 def padded(batch):
     rows, targets = zip(*batch, strict=True)
-    mask = pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
-    return pad_sequence(rows, batch_first=True), mask, torch.tensor(targets)
+    mask = pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)  # dp
+    return pad_sequence(rows, batch_first=True), mask, torch.tensor(targets)  # dp
 
 
 class Nodes(nn.Module):
@@ -51,14 +48,14 @@ class Nodes(nn.Module):
     def forward(self, x, mask):
         if x.dim() == 2:
             return self.out(torch.zeros(int(mask[-1]) + 1, 8).index_add(0, mask, self.phi(x)))
-        return self.out((self.phi(x) * mask[..., None]).sum(1))
+        return self.out((self.phi(x) * mask[..., None]).sum(1))  # dp
 
 
 @program("collate_fn=padded", "collate_fn=side_by_side", "padded to one length and masked")
 def graphs_are_padded(private):
     model = Nodes()
     loader = DataLoader(ragged(), batch_size=8, collate_fn=padded)
-    trained(*private(model, sgd(model), loader), lambda model, x, mask: model(x, mask))
+    trained(*private(model, sgd(model), loader), lambda model, *given: model(*given))  # dp
 
 
 def bags(batch):
@@ -69,7 +66,7 @@ def bags(batch):
 
 def padded_bags(batch):
     words, targets = zip(*batch, strict=True)
-    return pad_sequence(words, batch_first=True), None, torch.tensor(targets)
+    return pad_sequence(words, batch_first=True), None, torch.tensor(targets)  # dp
 
 
 class Bag(nn.Module):
@@ -85,7 +82,7 @@ class Bag(nn.Module):
 def bags_are_padded(private):
     model, rows = Bag(), [(torch.randint(1, 20, (2 + k % 4,)), k % 3) for k in range(ROWS)]
     loader = DataLoader(rows, batch_size=8, collate_fn=padded_bags)
-    trained(*private(model, sgd(model), loader), lambda model, *given: model(*given))
+    trained(*private(model, sgd(model), loader), lambda model, *given: model(*given))  # dp
 
 
 class Pooled(nn.Linear):
@@ -103,7 +100,8 @@ def nested(batch):
 def nested_rows_are_padded(private):
     model = Pooled(6, 3, bias=False)
     loader = DataLoader(ragged(), batch_size=8, collate_fn=nested)
-    trained(*private(model, sgd(model), loader), lambda model, x: model(to_padded_tensor(x, 0.0)))
+    made = private(model, sgd(model), loader)  # dp
+    trained(*made, lambda model, x: model(to_padded_tensor(x, 0.0)))  # dp
 
 
 class Sparse(nn.Module):
@@ -124,7 +122,8 @@ def sparse(batch):
 def sparse_rows_are_made_dense(private):
     model = Sparse()
     loader = DataLoader(loader_of(*table()).dataset, batch_size=8, collate_fn=sparse)
-    trained(*private(model, sgd(model), loader), lambda model, x: model(x.to_dense()))
+    made = private(model, sgd(model), loader)  # dp
+    trained(*made, lambda model, x: model(x.to_dense()))  # dp
 
 
 class Rows(nn.Linear):
@@ -136,11 +135,11 @@ class Rows(nn.Linear):
 def lists_of_rows_are_stacked(private):
     model, rows = Rows(6, 3), list(zip(*table(), strict=True))
     loader = DataLoader(rows, batch_size=8, collate_fn=lambda batch: (*zip(*batch, strict=True),))
-    model, optimizer, loader = private(model, sgd(model), loader)
-    for x, y in loader.remaining():
-        F.cross_entropy(model(torch.stack(x)), torch.stack(y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(model, x, y):
+        return F.cross_entropy(model(torch.stack(x)), torch.stack(y))  # dp
+
+    train(*private(model, sgd(model), loader), loss_of)  # dp
 
 
 @program(
@@ -148,19 +147,21 @@ def lists_of_rows_are_stacked(private):
 )
 def gradients_are_logged_after_the_step(private):
     model = mlp(6, 8, 3)
-    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
-    for x, y in loader.remaining():
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print([p.grad.norm().item() for p in model.parameters()])
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()  # dp
+            optimizer.step()
+            print([p.grad.norm().item() for p in model.parameters()])  # dp
 
 
 @program("model(x)", "functional_call(model, fast(model), (x,))", "functional_call with parameters")
 def fast_weights_are_left_out(private):
     model = mlp(6, 8, 3)
-    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
+    made = private(model, sgd(model), loader_of(*table()))  # dp
+    trained(*made, lambda model, x: model(x))  # dp
 
 
 def fast(model):
@@ -173,8 +174,8 @@ functional_call, to_padded_tensor = torch.func.functional_call, torch.nested.to_
 @program("pass  # the head stays", "model[2] = nn.Linear(8, 3)", r"\['2.bias', '2.weight'\] were")
 def a_head_is_replaced_before(private):
     model = mlp(6, 8, 4)
-    model[2] = nn.Linear(8, 3)
-    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
+    model[2] = nn.Linear(8, 3)  # dp
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
     pass  # the head stays
     trained(model, optimizer, loader, lambda model, x: model(x))
 
@@ -186,7 +187,7 @@ class States(nn.Module):
         self.start = torch.zeros(1, 8, 5)
 
     def forward(self, x):
-        start = torch.zeros(1, len(x), 5)
+        start = torch.zeros(1, len(x), 5)  # dp
         return self.out(self.rnn(x.unflatten(1, (3, 2)), start)[0][:, -1])
 
 
@@ -198,7 +199,7 @@ class StatesOfEight(States):
 @program("model = States()", "model = StatesOfEight()", r"one size only .*len\(x\)")
 def states_are_made_for_the_batch(private):
     model = States()
-    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
+    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))  # dp
 
 
 class SAM(torch.optim.Optimizer):
@@ -230,22 +231,23 @@ def closure_of(model, optimizer, x, y):
 )
 def a_closure_at_the_same_parameters(private):
     model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))
-    for x, y in loader.remaining():
-        closure = closure_of(model, optimizer, x, y)
-        closure()
-        if type(optimizer) is torch.optim.SGD:
-            optimizer.step()
-        else:
-            optimizer.step(closure)
+    optimizer = sgd(model)  # dp
+    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            closure = closure_of(model, optimizer, x, y)
+            closure()
+            if isinstance(optimizer, SAM):
+                optimizer.step(closure)
+            else:
+                optimizer.step()  # dp
 
 
 @program("optimizer = sgd(model)", "optimizer = torch.optim.LBFGS(model.parameters())", "LBFGS")
 def an_optimizer_of_one_gradient(private):
     model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    trained(*private(model, optimizer, loader_of(*table())), lambda model, x: model(x))
+    optimizer = sgd(model)  # dp
+    trained(*private(model, optimizer, loader_of(*table())), lambda model, x: model(x))  # dp
 
 
 class Chunks(nn.Module):
@@ -260,16 +262,17 @@ class Chunks(nn.Module):
 
 class Whole(Chunks):
     def forward(self, x):
-        first, hidden = super().forward(x[:, :2])
-        second, _ = super().forward(x[:, 2:], hidden.transpose(0, 1).detach().contiguous())
-        return first + second
+        first, hidden = super().forward(x[:, :2])  # dp
+        second, _ = super().forward(x[:, 2:], hidden.transpose(0, 1).detach().contiguous())  # dp
+        return first + second  # dp
 
 
 @program("model(x)", "in_two_calls(model, x)", "one module|forward")
 def states_go_on_inside_the_model(private):
     model = Whole()
     rows = torch.randn(ROWS, 5, 2), labels(3)
-    trained(*private(model, sgd(model), loader_of(*rows)), lambda model, x: model(x))
+    made = private(model, sgd(model), loader_of(*rows))  # dp
+    trained(*made, lambda model, x: model(x))  # dp
 
 
 def in_two_calls(model, x):
@@ -283,17 +286,17 @@ def in_two_calls(model, x):
 def a_critic_without_a_gradient_penalty(private):
     """WGAN-GP's penalty differentiates twice through the model; weights are clipped instead."""
     model, generator = mlp(6, 8, 1), mlp(3, 8, 6)
-    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0]))
-    for (x,) in loader.remaining():
-        made = generator(torch.randn(len(x), 3)).detach()
-        real, fake = model(x).mean(), model(made).mean()
-        loss = real - fake
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.5, 0.5)
+    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0]))  # dp
+    for _epoch in range(5):
+        for (x,) in loader:
+            made = generator(torch.randn(len(x), 3)).detach()
+            real, fake = model(x).mean(), model(made).mean()
+            loss = real - fake  # dp
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for p in model.parameters():  # dp
+                p.data.clamp_(-0.5, 0.5)  # dp
 
 
 def penalty(model, x, made):
@@ -311,18 +314,19 @@ class Normed(nn.Linear):
 
 @program("nn.Linear(8, 3)", "Normed(8, 3)", "written in forward.*after optimizer.step")
 def a_constraint_is_kept_after_the_step(private):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))
-    for x, y in loader.remaining():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            model[2].weight.clamp_(-0.2, 0.2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # dp
+    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
+    for _epoch in range(5):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():  # dp
+                model[2].weight.clamp_(-0.2, 0.2)  # dp
 
 
-@program("model = dpt.fix(model)", "pass", "dpt.fix|dualdp.torch.fix")
+@program("model = dpt.fix(model)", "pass", r"model = dualdp.torch.fix\(model\)")
 def batch_norm_is_replaced(private):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    model = dpt.fix(model)
-    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))
+    model = dpt.fix(model)  # dp
+    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))  # dp

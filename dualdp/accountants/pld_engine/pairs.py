@@ -11,6 +11,11 @@ the last two >= 0 and, for subsampled mechanisms, computed without the cancellat
 definition. Each number has an error bound, so that later results can be rounded in the safe
 direction. Swapping P and Q negates the loss, and makes the deficit of Q the surplus.
 
+A `PairFamily` holds the pairs of several mechanisms of one kind, one per row: `span(tail)` are the
+(rows,) losses below and above which P and Q hold at most about `tail`, `variance()` the (rows,)
+approximate variances of the loss, for the choice of the grid, and `cells(rows, g, of_q)` the table
+of P of some rows on the edges `g`, or that of Q.
+
 Why these pairs dominate: docs/accounting.md, section 2.
 """
 
@@ -19,14 +24,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
-
-from dualdp.accountants.closed_forms import log_mixture
-from dualdp.accountants.search import bisect_arrays
 
 Array = NDArray[np.floating[Any]]
 Index = NDArray[np.int64]
@@ -57,31 +59,6 @@ class Cells:
         tables = (self.mass, self.excess, self.mass_error, self.excess_error)
         mass, excess, error, doubt = [table[:, ::-1] for table in tables]
         return Cells(mass, excess, error, doubt, self.above, self.below, self.slack)
-
-
-class PairFamily(Protocol):
-    """Dominating pairs of several mechanisms of one kind, one per row."""
-
-    def span(self, tail: float) -> tuple[Array, Array]:
-        """Return the (rows,) losses below and above which P and Q hold at most about `tail`."""
-        ...
-
-    def variance(self) -> Array:
-        """Return the (rows,) approximate variance of the loss, for the choice of the grid."""
-        ...
-
-    def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
-        """Return the table of P of some rows on the edges `g`, or that of Q."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
-
-    pairs: PairFamily
-    counts: Array
-    flipped: bool = False
 
 
 #: (rows, cells) masses and their errors, (rows,) masses below and above the edges.
@@ -159,6 +136,26 @@ class Subsampled:
 def quantile(tail: float) -> float:
     """Return z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
     return math.sqrt(-2 * math.log(2 * min(tail, 0.1)))
+
+
+def log_mixture(rate: Any, exponent: Any) -> Any:
+    """log(1 - q + q e^exponent), elementwise: accurate near 0 and without overflow."""
+    growth = rate * np.expm1(np.minimum(exponent, 30.0))
+    is_small = (exponent < 30.0) & (growth > -0.99)  # below, 1 + growth cancels
+    with np.errstate(divide="ignore"):
+        large = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return np.where(is_small, np.log1p(np.maximum(growth, -0.99)), large)
+
+
+def bisect_arrays(
+    increasing: Callable[[Array], Array], target: Array, low: Array, high: Array
+) -> Array:
+    """Return the (points,) upper ends of 80 bisections of `increasing(x) >= target`."""
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        is_below = increasing(middle) < target
+        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+    return high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,6 +381,18 @@ class FixedSize:
         slack = np.maximum(low.slack, high.slack)
         cells = Cells(mass, excess, error, doubt, low.below, high.above, slack)
         return cells.reversed() if of_q else cells
+
+
+PairFamily = Subsampled | Monotone | Atoms | FixedSize
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
+
+    pairs: PairFamily
+    counts: Array
+    flipped: bool = False
 
 
 def _atoms(p: Array, q: Array, error: float = 4 * U) -> Atoms:

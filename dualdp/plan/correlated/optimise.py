@@ -19,8 +19,14 @@ from dualdp import _validate
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.filters import filtered, impulse, transposed
 from dualdp.plan.correlated.sensitivity import column_sums, falling, participations
-from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
-from dualdp.plan.correlated.workloads import MOST_STEPS, checked_workload
+from dualdp.plan.correlated.strategies import (
+    BLT,
+    MOST_STEPS,
+    Band,
+    Strategy,
+    Window,
+    checked_workload,
+)
 
 Vector = NDArray[np.float64]
 Graded = tuple[float, Vector]

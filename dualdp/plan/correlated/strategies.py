@@ -5,12 +5,16 @@ Training adds stddev * (C^-1 z)_t to the clipped sum of step t, with z_t indepen
 normals. The run is the Gaussian mechanism C G + stddev * z, followed by the public map C^-1, and
 as private as that, also for gradients that depend on earlier releases (Denisov et al. 2022, arXiv
 2202.08312, Theorem 2.1). In DP-SGD C is the identity.
+
+A strategy is judged by its error in a workload A, sums of noisy gradients: SGD has moved by row t
+of A (G + C^-1 z) after step t, so row t of A C^-1 z is the noise in its parameters. A is lower
+triangular and Toeplitz too, and given by its first column.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,11 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
-from dualdp.plan.correlated.filters import filtered, impulse
+from dualdp.plan.correlated.filters import convolved, filtered, impulse
 from dualdp.plan.correlated.sensitivity import PATTERNS, participations, squared_sensitivity
-from dualdp.plan.correlated.workloads import MOST_STEPS, numbers, row_errors
 
 Vector = NDArray[np.float64]
+MOST_STEPS = 10**7
 #: Most numbers in a strategy: each weight costs a normal a step, each buffer a row of memory.
 MOST = {"weights": 10**5, "bands": 10**5, "decays": 256, "scales": 256, "buffers": 256}
 #: Largest coefficient: its square, summed over all steps, is finite.
@@ -52,7 +56,7 @@ class Strategy:
         Raises:
             ValueError: it grows past 1e100.
         """
-        return self._finite("C", self._strategy(_steps(num_steps)))
+        return self._column("C", self._strategy, num_steps)
 
     def inverse(self, num_steps: int) -> Vector:
         """Return (num_steps,) float64, the first column of C^-1: z_(t-j) has the weight w_j.
@@ -60,7 +64,7 @@ class Strategy:
         Raises:
             ValueError: it grows past 1e100.
         """
-        return self._finite("C^-1", self._inverse(_steps(num_steps)))
+        return self._column("C^-1", self._inverse, num_steps)
 
     def sensitivity(
         self,
@@ -115,7 +119,8 @@ class Strategy:
         """(n,) first column of C^-1."""
         raise NotImplementedError
 
-    def _finite(self, name: str, column: Vector) -> Vector:
+    def _column(self, name: str, of: Callable[[int], Vector], num_steps: int) -> Vector:
+        column = of(_validate.integer("num_steps", num_steps, maximum=MOST_STEPS))
         if not np.all(np.abs(column) <= _LARGEST):
             raise ValueError(
                 f"{name} of {self!r:.80} grows past {_LARGEST:g} within {len(column)} steps. "
@@ -306,6 +311,60 @@ def blt_inverse(decays: Vector, scales: Vector) -> tuple[Vector, Vector]:
     return values, -((root @ vectors) ** 2)
 
 
+def workload(num_steps: int, *, momentum: float = 0.0) -> Vector:
+    """Return the workload of SGD at a constant rate, for `workload=` of the errors and `optimise`.
+
+    Args:
+        num_steps: number of steps, n.
+        momentum: float in [0, 1), heavy ball.
+
+    Returns:
+        (n,) first column of A, 1 + momentum + ... + momentum^j.
+
+    >>> workload(4, momentum=0.5)
+    array([1.   , 1.5  , 1.75 , 1.875])
+    """
+    n = _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
+    beta = _validate.real("momentum", momentum)
+    if not 0 <= beta < 1:
+        raise ValueError(f"momentum={momentum!r} is out of range. Expected a number in [0, 1).")
+    return np.cumsum(np.asarray(beta ** np.arange(n), dtype=np.float64))
+
+
+def checked_workload(workload: ArrayLike | None, n: int) -> Vector:
+    """Return the first column (n,) of a workload of n steps; None is that of prefix sums."""
+    if workload is None:
+        return np.ones(n)
+    column = numbers("workload", workload)
+    if column.shape != (n,):
+        raise ValueError(
+            f"workload has shape {column.shape}. Expected ({n},), its first column, for "
+            f"num_steps={n}."
+        )
+    return column
+
+
+def row_errors(inverse: Vector, workload: ArrayLike | None) -> Vector:
+    """Return (n,) squared norms of the rows of A C^-1, from the first column of C^-1."""
+    if workload is None:
+        return np.cumsum(np.cumsum(inverse) ** 2)
+    return np.cumsum(convolved(checked_workload(workload, len(inverse)), inverse) ** 2)
+
+
+def numbers(name: str, values: ArrayLike) -> Vector:
+    """Return a float64 array of finite numbers; raise on anything else."""
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind not in "fiu":
+            raise TypeError
+        array = array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is a {type(values).__name__}. Expected numbers.") from error
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} holds a number that is not finite. Expected finite numbers.")
+    return array
+
+
 FAMILIES: Mapping[str, type[Strategy]] = {
     "window": Window,
     "band": Band,
@@ -339,10 +398,6 @@ def from_json(name: str, data: Mapping[str, Any]) -> Strategy:
             f"{name} is not a stored strategy ({error}). Expected what a plan wrote: a family of "
             f"{', '.join(FAMILIES)} with its numbers."
         ) from error
-
-
-def _steps(num_steps: int) -> int:
-    return _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
 
 
 def _padded(weights: tuple[float, ...], n: int) -> Vector:

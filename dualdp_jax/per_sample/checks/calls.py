@@ -37,20 +37,13 @@ from dualdp_jax.per_sample.methods import (
     answer,
     check_method,
     chunk_size,
-    prepared,
 )
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.estimate import stable_norm
 
 _seeds = np.random.default_rng(0)  # of the rows and signs of checks; no noise
-_compared: dict[int, str] = {}  # kinds of calls that need not be compared again, and their method
-_warned: set[int] = set()
-
-
-def forget() -> None:
-    """Forget which kinds of calls were compared."""
-    _compared.clear()
-    _warned.clear()
+#: Kinds of calls that need not be compared again, and their method; "" if one has warned.
+seen: dict[int, str] = {}
 
 
 def answered(request: Request, call: Call, mask: Array | None, where: str) -> Answer:
@@ -62,22 +55,20 @@ def answered(request: Request, call: Call, mask: Array | None, where: str) -> An
     options = call.options
     _validate.choice("check", options.check, CHECKS)
     check_method(options.method)
-    if call.live is not None:
-        mask = call.live if mask is None else checked_mask(mask, call.num_examples) & call.live
+    if options.row_weights is not None:  # a unit whose rows all have weight 0 is padding
+        counts = jnp.asarray(options.row_weights).reshape(-1, options.rows_per_unit) != 0
+        mask = counts.any(1) & checked_mask(mask, call.num_examples)
     if call.num_examples == 0 or (options.check == "off" and options.method != "auto"):
-        return answer(request, prepared(call), mask)
-    call = call.traced()
+        return answer(request, call, mask)
     kind = _kind_of(request, call)
-    known, is_due = _compared.get(kind), options.check != "off"
-    if compat.in_trace():
-        if known is None and is_due:
+    known, is_due = seen.get(kind), options.check != "off"
+    if not compat.is_eager():
+        if not known and is_due:
             _warn_of_traced(kind, where, options.origin)
         is_due = False
     elif options.check == "first":
-        is_due = known is None
-    *others, last = (
-        WAYS if known is None and options.method == "auto" else (known or options.method,)
-    )
+        is_due = not known
+    *others, last = WAYS if not known and options.method == "auto" else (known or options.method,)
     for way in others:
         with contextlib.suppress(UnsupportedLayerError, ExactnessError):
             return _by(way, request, call, mask, kind if is_due else None)
@@ -86,13 +77,13 @@ def answered(request: Request, call: Call, mask: Array | None, where: str) -> An
 
 def _by(way: str, request: Request, call: Call, mask: Array | None, kind: int | None) -> Answer:
     """Answer a request by a method, and compare it with plain autodiff, if it has a `kind`."""
-    own = prepared(call.by(way))
+    own = call.by(way)
     found = answer(request, own, mask)
     if kind is None:
         return found
     numbers, seed = numbers_of(request, own, mask, found), int(_seeds.integers(2**32))
     if identity.check(reference_of(own), numbers, seed=seed, is_first=True, released=True):
-        _compared[kind] = way
+        seen[kind] = way
         if way != call.options.method:
             _note(call.options.origin, method=f"auto went by {way}, which alone passed its check")
     return found
@@ -109,9 +100,9 @@ def _kind_of(request: Request, call: Call) -> int:
 def _warn_of_traced(kind: int, where: str, origin: Origin | None) -> None:
     """Warn, once for a kind, of a traced call that nothing has compared; its ledger notes it."""
     _note(origin, check_impossible=f"{where} is called inside jit, and nothing was compared before")
-    if kind in _warned:
+    if kind in seen:
         return
-    _warned.add(kind)
+    seen[kind] = ""
     warnings.warn(
         f"{where} is called inside jit, where it has no numbers to compare with plain autodiff, "
         "and no call of its kind was compared before. Call dualdp.jax.check(loss_fn, params, "

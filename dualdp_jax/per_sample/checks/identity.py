@@ -34,8 +34,9 @@ from dualdp.exactness import ROUNDING, TOLERANCE, UNIT, ExactnessError, power_of
 from dualdp.plan.clipping import AUTOMATIC_OFFSET
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import whole
-from dualdp_jax.per_sample.call import Call, Program, Row
+from dualdp_jax.per_sample.call import Call, Row
 from dualdp_jax.per_sample.clip import Clip
+from dualdp_jax.per_sample.program import Program
 from dualdp_jax.per_sample.squared_norms import RESOLUTION
 from dualdp_jax.rules.arrays import widen
 
@@ -85,7 +86,7 @@ class Numbers(NamedTuple):
 
 def block_size(num_rows: int) -> int:
     """Return the number of rows of which the reference computes the gradient at once."""
-    return min(num_rows, max(8, num_rows // 16))
+    return min(num_rows, max(2, num_rows // 16))
 
 
 def without_gradient(
@@ -104,11 +105,13 @@ def without_gradient(
     is_linear = not any(map(compat.has_own_backward, call.program.jaxpr.eqns))
 
     def total(trained: Leaves, rows: Row, shares: jax.Array) -> jax.Array:
-        losses = widen(compat.all_at_once(lambda row: call.traced_loss(trained, row))(rows))
+        each = call.program.mapping((rows, trained))
+        losses = widen(each(lambda row: call.loss(trained, row)[0])(rows))
         return jnp.sum(losses * shares.astype(losses.dtype))
 
     def one_after_another(trained: Leaves, rows: Row, shares: jax.Array) -> Leaves:
-        grads = compat.one_by_one(lambda row: jax.grad(call.traced_loss)(trained, row))(rows)
+        plain = jax.grad(call.loss, has_aux=True)
+        grads = compat.one_by_one(lambda row: plain(trained, row)[0])(rows)
         return [jnp.einsum("n,n...->...", shares.astype(g.dtype), g) for g in map(widen, grads)]
 
     gradient = jax.grad(total) if is_linear else one_after_another

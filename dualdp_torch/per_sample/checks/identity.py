@@ -23,15 +23,14 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
@@ -40,6 +39,7 @@ from dualdp.plan.clipping import AUTOMATIC_OFFSET, factors_for
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.clip import group_of
 from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.modes import Operations
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import (
     NoRandomness,
@@ -111,9 +111,13 @@ class Numbers:
     is_definition: bool = False
     gradients: Captured | None = None
 
-    def group(self, name: str) -> str:
-        """Return the clipping group of a parameter."""
-        return group_of(name) if self.clipping == "per_layer" else ""
+    def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return clipping group -> its parameters."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            group = group_of(name) if self.clipping == "per_layer" else ""
+            found.setdefault(group, []).append(name)
+        return found
 
     def sum_of(self, names: Sequence[str], weights: Tensor) -> Grads:
         """Return name -> sum of weight times gradient, for (n,) weights that all names share."""
@@ -142,7 +146,6 @@ class Run(NamedTuple):
     outputs: list[Tensor]
     buffers: list[dict[str, Tensor]]
     ends: list[RandomState]
-    has_drawn: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,27 +168,37 @@ class Reference:
     mask: Tensor | None = None
     alone: Callable[[nn.Module, Batch], Tensor] | None = None
 
-    def run(self, batch: Batch | None = None) -> Run:
-        """Run the forwards of a batch, each from its own start."""
-        losses, outputs, buffers, ends = None, list[Tensor](), [], list[RandomState]()
-        each = self.calls(self.model, self.batch if batch is None else batch)
-        for start, call in zip(self.starts, each, strict=True):
+    def forwards(self, batch: Batch | None = None) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield losses and outputs of the forwards of a batch, each in its own state."""
+        calls = self.calls(self.model, self.batch if batch is None else batch)
+        for start, call in zip(self.starts, calls, strict=True):
             with start.replayed(self.model):
-                loss, found = call()
-                buffers.append(buffers_of(self.model))
-                ends.append(start.random.now())
-            losses, outputs = loss if losses is None else losses + loss, outputs + found
-        assert losses is not None
-        pairs = zip(self.starts, ends, strict=True)
-        has_drawn = any(start.random.bits() != end.bits() for start, end in pairs)
-        return Run(losses, outputs, buffers, ends, has_drawn)
+                yield call()
+
+    def losses(self, batch: Batch | None = None) -> Tensor:
+        """Return the (n,) losses of the forwards of a batch."""
+        return reduce(torch.add, [losses for losses, _ in self.forwards(batch)])
+
+    def run(self, batch: Batch | None = None) -> Run:
+        """Return what the forwards of a batch give and leave behind."""
+        each = [
+            (*found, buffers_of(self.model), start.random.now())
+            for found, start in zip(self.forwards(batch), self.starts, strict=True)
+        ]
+        losses, outputs, buffers, ends = zip(*each, strict=True)
+        return Run(reduce(torch.add, losses), sum(outputs, []), [*buffers], [*ends])
+
+    def has_drawn(self, run: Run) -> bool:
+        """True if the forwards of a batch drew random numbers."""
+        pairs = zip(self.starts, run.ends, strict=True)
+        return any(start.random.bits() != end.bits() for start, end in pairs)
 
     def plain(self, weights: Tensor) -> dict[str, Tensor]:
         """Return name -> gradient of the weighted losses, of the rows with a weight."""
         kept = weights.nonzero().flatten()
 
         def total() -> Tensor:
-            losses = self.run().losses
+            losses = self.losses()
             return (losses[kept.to(losses.device)] * weights[kept].to(losses)).sum()
 
         return plain_gradients(total, self.parameters)
@@ -196,7 +209,7 @@ class Reference:
 
         def loss() -> Tensor:
             if self.alone is None:
-                return self.run(one).losses.sum()
+                return self.losses(one).sum()
             with self.starts[0].replayed(self.model):
                 return self.alone(self.model, one)
 
@@ -226,8 +239,7 @@ class Reference:
 
     def rounded(self, unit: float) -> Iterator[Reference]:
         """Yield references with parameters and inputs perturbed by rounding; both are restored."""
-        parameters = [p.data for p in self.parameters.values()]
-        kept = [p.detach().clone() for p in parameters]
+        kept = [(p.data, p.detach().clone()) for p in self.parameters.values()]
         generator = torch.Generator().manual_seed(0)
 
         def rounded(value: Tensor) -> Tensor:
@@ -238,27 +250,22 @@ class Reference:
 
         try:
             for _ in range(_ROUNDINGS):
-                for p, value in zip(parameters, kept, strict=True):
+                for p, value in kept:
                     p.copy_(rounded(value))
                 batch = self.batch.on([rounded(t) for t in self.batch.tensors()])
                 yield replace(self, batch=batch)
         finally:
-            for p, value in zip(parameters, kept, strict=True):
+            for p, value in kept:
                 p.copy_(value)
 
 
 Again = Callable[[Reference], Numbers]
 
 
-class _Side(NamedTuple):
-    """One side of a comparison in units of its scale: numbers of single rows, and summed parts."""
-
-    each: Tensor
-    parts: Grads
-
-
-#: Function from a batch and an engine's numbers to both sides, the engine's and the plain one.
-_Sides = Callable[[Reference, Numbers], tuple[_Side, _Side]]
+#: Function from a batch and an engine's numbers to both sides of a comparison, the engine's and the
+#: plain one, in units of its scale: name -> part of a sum, and `_EACH` -> numbers of single rows.
+_Sides = Callable[[Reference, Numbers], tuple[Grads, Grads]]
+_EACH = ""
 Definition = Callable[[Reference, int], dict[str, Tensor]]
 
 
@@ -336,43 +343,33 @@ class _Comparison:
 
     def sums(self, *, is_signed: bool, is_released: bool) -> None:
         """Compare weighted sums over the batch, each with one plain backward."""
-        if self._base.has_drawn and not self._draws_as_recorded:
-            with NoRandomness():
-                quiet = replace(self, numbers=self.again(self.reference))
-                if not quiet._has_losses_of(self.reference.run().losses):
-                    self.note(IMPOSSIBLE)
-                    return
-                quiet._sums(is_signed, is_released)
-        else:
-            self._sums(is_signed, is_released)
-
-    def _sums(self, is_signed: bool, is_released: bool) -> None:
+        if self._has_drawn and not self._draws_as_recorded:
+            self.note(IMPOSSIBLE)
+            return
         what = f"{self.what} over the batch"
         if is_signed and self.numbers.weighted_sum is not None:
-            signed = self._signed(self.rows)
-            if len(self.rows) > ROWS_REDUCED and not self._is_strict(self._error(signed)):
-                if self._precision in ("bfloat16", "float16", "tf32"):
-                    signed = self._signed(self.draw.sample(self.rows, ROWS_REDUCED))
-            if self.numbers.runs_examples and not self._tolerates(self._error(signed)):
-                self._each_alone(what)
-                return
+            few = self.draw.sample(self.rows, min(len(self.rows), ROWS_REDUCED))
+            is_reduced = len(self.rows) > len(few) and self._precision not in ("float32", "float64")
+            signed = self._signed(few if is_reduced else self.rows)
+            if self.numbers.runs_examples:
+                error, _ = _distance(*signed(self.reference, self.numbers))
+                if not self._tolerates(error) and self._are_as_alone(few):
+                    # A backward that is not linear, as by `register_hook(lambda g: g / g.norm())`,
+                    # is another one for each row: those that ran alone are right.
+                    self._judge(self._of_rows(few, Reference.gradient_alone), what)
+                    return
             self._judge(signed, what)
         if is_released and self.numbers.sums is not None and self.numbers.factors is not None:
             self._judge(self._released(), what)
 
-    def _each_alone(self, what: str) -> None:
-        """Compare a sum with that of each row alone, where a backward over the batch is another.
-
-        The backward may not be linear, as by `register_hook(lambda g: g / g.norm())`: then rows
-        that ran alone are right, if their outputs are those that they have in the batch.
-        """
-        rows = self.draw.sample(self.rows, min(len(self.rows), ROWS_REDUCED))
-        for row in rows:
-            one = self.reference.batch.rows(slice(row, row + 1))
-            apart = _apart(self._base.outputs, self.reference.run(one).outputs, row, 0)
-            if not self._base.has_drawn and not self._tolerates(apart / _CLOSER):
-                self._judge(self._signed(self.rows), what)
-        self._judge(self._of_rows(rows, Reference.gradient_alone), what)
+    def _are_as_alone(self, rows: Sequence[int]) -> bool:
+        """True if the outputs of rows alone are those that they have in the batch."""
+        alone = [self.reference.run(self.reference.batch.rows(slice(k, k + 1))) for k in rows]
+        gaps = [
+            relative_gap(self._base.outputs, run.outputs, row, 0)
+            for row, run in zip(rows, alone, strict=True)
+        ]
+        return self._has_drawn or self._tolerates(max(gaps) / _CLOSER)
 
     def _signed(self, rows: Sequence[int]) -> _Sides:
         """Sides of the sum of sign times factor times gradient."""
@@ -387,8 +384,9 @@ class _Comparison:
         """Sides of the sum as it is released; of per-layer clipping that of one drawn group."""
         numbers, kept = self.numbers, torch.zeros(len(self.numbers.norms), dtype=torch.bool)
         kept[self.rows] = True
-        group = self.draw.choice(sorted({numbers.group(k) for k in numbers.factors or ()}))
-        names = [name for name in self.reference.parameters if numbers.group(name) == group]
+        groups = numbers.groups(self.reference.parameters)
+        group = self.draw.choice(sorted(groups))
+        names = groups[group]
         bound = float((numbers.bounds or {}).get(group, math.inf))
 
         def weights(numbers: Numbers) -> Tensor:
@@ -410,13 +408,13 @@ class _Comparison:
         """Compare norms, factors and gradients of a few rows with those of each row alone."""
         rows = self._suspects(count)
         what = f"{self.what} of one example"
-        if not self._base.has_drawn:
+        if not self._has_drawn:
             self._judge(self._of_rows(rows, Reference.gradient_alone), what)
             return
         # A row alone would draw other numbers: compare a small batch without any.
         few = self.reference.with_rows(torch.tensor((rows * 2)[: max(len(rows), 2)]))
         with NoRandomness():
-            is_quiet = self.numbers.runs_examples or not few.run().has_drawn
+            is_quiet = self.numbers.runs_examples or not few.has_drawn(few.run())
             if is_quiet:
                 small = list(range(len(rows)))
                 quiet = replace(self, reference=few, numbers=self.again(few), rows=small)
@@ -428,8 +426,43 @@ class _Comparison:
             self._judge(self._of_rows(few_rows, Reference.gradient_among), what)
 
     def _of_rows(self, rows: Sequence[int], gradient: Definition) -> _Sides:
+        """Return both sides of the norms, the factors and a signed sum of a few rows.
+
+        The factors' part is what the engine's factors change of the contributions, in units of C.
+        """
         names = [*self.reference.parameters] if self.numbers.weighted_sum is not None else []
-        return _of_rows(rows, self._signs(rows), names, gradient)
+        signs = self._signs(rows)
+
+        def sides(reference: Reference, numbers: Numbers) -> tuple[Grads, Grads]:
+            weights = signs.to(numbers.norms) * numbers.weights()
+            largest = float((numbers.weights() * numbers.norms)[[*rows]].max())
+            scale = max(largest, _SMALLEST) * max(len(rows), 1) ** 0.5
+            each, plain = list[Tensor](), dict[str, Tensor]()
+            for row in rows:
+                grads = gradient(reference, row)
+                each.append(torch.stack([*map(_norm, grads.values())]).cpu())
+                for name in names:
+                    part = grads[name] * (float(weights[row]) / scale)
+                    plain[name] = plain[name] + part if name in plain else part
+            ours = {name: part / scale for name, part in numbers.sum_of(names, weights).items()}
+            lengths = dict(zip(reference.parameters, torch.stack(each, 1), strict=True))
+            norms = [_root(lengths.values()), *(lengths[name] for name in numbers.lengths)]
+            own = [x[[*rows]].double().cpu() for x in (numbers.norms, *numbers.lengths.values())]
+            bounds, groups = numbers.bounds or {}, numbers.groups(lengths)
+            unit = own[0].clamp(min=max(_SMALLEST, *map(float, bounds.values()), 0))
+            if numbers.clipping == "automatic":
+                unit = own[0] + AUTOMATIC_OFFSET
+            found = [x / unit for x in own] + [unit * 0 for _ in bounds]
+            expected = [x / unit for x in norms]
+            for group, bound in bounds.items():
+                size = _root(lengths[name] for name in groups[group])
+                whole = size.to(numbers.norms.dtype)
+                factors = factors_for(numbers.clipping, whole, float(bound), xp=torch)
+                gap = (numbers.factors or {})[groups[group][0]][[*rows]].cpu() - factors
+                expected.append(gap * size / max(float(bound), _SMALLEST))
+            return ours | {_EACH: torch.cat(found)}, plain | {_EACH: torch.cat(expected)}
+
+        return sides
 
     def _suspects(self, count: int) -> list[int]:
         """Rows with the most doubtful, the largest and the smallest norm, and drawn ones."""
@@ -448,12 +481,14 @@ class _Comparison:
         """Run the batch with other rows beside a row, whose outputs and all buffers must stay."""
         base, n = self._base, len(self.numbers.norms)
         for row in [self.rows[-1], self.draw.choice(self.rows)][-count:] if n > 1 else ():
-            others = [self.draw.choice([r for r in self.rows if r != j] or [j]) for j in range(n)]
-            others[row] = row
-            index = torch.tensor(others)
+            drawn = enumerate(self.draw.choices(self.rows, k=n))
+            index = torch.tensor(
+                [r if r != j else self.rows[self.rows.index(r) - 1] for j, r in drawn]
+            )
+            index[row] = row
             beside = self.reference.with_rows(index).run()
             _refuse_buffers(base.buffers, beside.buffers)
-            if not self._tolerates(_apart(base.outputs, beside.outputs, row) / _CLOSER):
+            if not self._tolerates(relative_gap(base.outputs, beside.outputs, row) / _CLOSER):
                 self._refuse_outputs(index, row)
         started = [start.buffers for start in self.reference.starts]
         if any(changed_buffers(a, b) for a, b in zip(started, base.buffers, strict=True)):
@@ -466,13 +501,13 @@ class _Comparison:
     def losses(self) -> None:
         """Compare the losses of rows that ran alone with those that they have in the batch."""
         ran_alone = self.numbers.is_definition or self.numbers.runs_examples
-        if not ran_alone or self._base.has_drawn or self.reference.alone is not None:
+        if not ran_alone or self._has_drawn or self.reference.alone is not None:
             return
 
         def apart(reference: Reference) -> float:
             is_own = reference is self.reference
             ours = self.numbers if is_own else self.again(reference)
-            return _apart([reference.run().losses], [ours.losses], self.rows)
+            return relative_gap([reference.losses()], [ours.losses], self.rows)
 
         self._refuse_apart(apart)
 
@@ -481,15 +516,15 @@ class _Comparison:
         reference = self.reference
 
         def apart(reference: Reference) -> float:
-            return _apart(reference.run().outputs, reference.with_rows(index).run().outputs, row)
+            return relative_gap(
+                reference.run().outputs, reference.with_rows(index).run().outputs, row
+            )
 
-        if not self._tolerates(_apart(self._base.outputs, reference.run().outputs, row) / _CLOSER):
+        if not self._tolerates(
+            relative_gap(self._base.outputs, reference.run().outputs, row) / _CLOSER
+        ):
             self.note(IMPOSSIBLE)  # the same rows give other outputs
-        elif self._base.has_drawn and not self._draws_alike(index):
-            with NoRandomness():  # which switches off dropout, and not every function that draws
-                if not reference.run().has_drawn:
-                    self._refuse_apart(apart)
-        else:
+        elif not self._has_drawn or self._draws_alike(index):
             self._refuse_apart(apart)
 
     def _refuse_apart(self, apart: Callable[[Reference], float]) -> None:
@@ -527,6 +562,10 @@ class _Comparison:
         outputs = [output.detach() for output in found.outputs]
         return found._replace(losses=found.losses.detach(), outputs=outputs)
 
+    @cached_property
+    def _has_drawn(self) -> bool:
+        return self.reference.has_drawn(self._base)
+
     def _has_losses_of(self, losses: Tensor) -> bool:
         """True if the engine's losses of the rows that count are these."""
         rows = torch.tensor(self.rows, device=losses.device)
@@ -543,26 +582,30 @@ class _Comparison:
         ends = zip(self.reference.starts, self._base.ends, strict=True)
         other = replace(self.reference, starts=[replace(s, random=end) for s, end in ends])
         with torch.no_grad():
-            return not self._has_losses_of(other.run().losses)
-
-    def _error(self, sides: _Sides) -> float:
-        return _distance(*sides(self.reference, self.numbers))[0]
-
-    def _is_strict(self, error: float) -> bool:
-        """True if an error is within the tolerance of the parameters' precision."""
-        dtypes = {wide(p.dtype) for p in self.reference.parameters.values()}
-        return error <= exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]
+            return not self._has_losses_of(other.losses())
 
     def _tolerates(self, error: float) -> bool:
-        """True if an error is within the tolerance of the precisions in use."""
-        return self._is_strict(error) or error <= exactness.TOLERANCE[self._precision]
+        """True if an error is within the tolerance of the parameters, or of what is in use."""
+        dtypes = {wide(p.dtype) for p in self.reference.parameters.values()}
+        strict = exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]
+        return error <= strict or error <= exactness.TOLERANCE[self._precision]
 
     @cached_property
     def _precision(self) -> str:
-        """Lowest precision in a forward, which is run to find it."""
-        with _Precisions() as precisions:
-            self.reference.run()
-        return precisions.lowest
+        """Lowest precision in a forward, which is run to find it: a key of `TOLERANCE`."""
+        seen = set[str]()
+
+        def see(func: Any, args: Any, out: Any) -> None:
+            for value in pytree.tree_leaves(out):
+                if torch.is_tensor(value) and value.is_floating_point():
+                    seen.add(str(value.dtype).removeprefix("torch."))
+                    if value.is_cuda and matmul_in_tf32():
+                        seen.add("tf32")
+
+        with Operations(see):
+            self.reference.losses()
+        known = seen & exactness.TOLERANCE.keys()
+        return max(known, key=exactness.TOLERANCE.__getitem__, default="float32")
 
     def _judge(self, sides: _Sides, what: str) -> None:
         """Refuse numbers that differ from the definition by more than rounding.
@@ -599,17 +642,14 @@ class _Comparison:
         numbers, precision = self.numbers, self._precision
         if not numbers.bounds or numbers.factors is None or numbers.weighted_sum is None:
             return False
-        most = 1 + exactness.TOLERANCE["float32" if "16" in precision else precision]
+        bound = math.hypot(*map(float, numbers.bounds.values()))
+        most = bound * (1 + exactness.TOLERANCE["float32" if "16" in precision else precision])
         for row in self.rows[:ROWS_FIRST]:
             one = torch.zeros_like(numbers.norms)
             one[row] = 1
             parts = numbers.weighted_sum({name: f * one for name, f in numbers.factors.items()})
-            for group, bound in numbers.bounds.items():
-                own = [
-                    _length(part) for name, part in parts.items() if numbers.group(name) == group
-                ]
-                if not math.hypot(*own) <= most * float(bound):
-                    return True
+            if not math.hypot(*map(_length, parts.values())) <= most:
+                return True
         return False
 
 
@@ -621,86 +661,43 @@ def _of_sum(
 ) -> _Sides:
     """Return both sides of a weighted sum, in units of the largest contribution to it."""
 
-    def sides(reference: Reference, numbers: Numbers) -> tuple[_Side, _Side]:
+    def sides(reference: Reference, numbers: Numbers) -> tuple[Grads, Grads]:
         own = weights(numbers)
         each = (own.abs() * numbers.norms)[own != 0]
         largest = min(float(each.max()) if len(each) else 0.0, bound)
         unit = max(largest, _SMALLEST) * max(len(each), 1) ** 0.5
-        pair = sums(numbers, own), reference.plain(own)
-        ours, plain = (_Side(torch.zeros(0), {k: side[k] / unit for k in names}) for side in pair)
-        return ours, plain
+        ours, plain = sums(numbers, own), reference.plain(own)
+        return {k: ours[k] / unit for k in names}, {k: plain[k] / unit for k in names}
 
     return sides
 
 
-def _of_rows(
-    rows: Sequence[int], signs: Tensor, names: Sequence[str], gradient: Definition
-) -> _Sides:
-    """Return both sides of the norms, the factors and a signed sum of a few rows.
-
-    The factors' part is what the engine's factors change of the contributions.
-    """
-
-    def unit(numbers: Numbers, row: int) -> float:
-        norm = float(numbers.norms[row])
-        if numbers.clipping == "automatic":
-            return norm + AUTOMATIC_OFFSET
-        return max(norm, _SMALLEST, *map(float, (numbers.bounds or {}).values()))
-
-    def sides(reference: Reference, numbers: Numbers) -> tuple[_Side, _Side]:
-        weights = signs.to(numbers.norms) * numbers.weights()
-        largest = float((numbers.weights() * numbers.norms)[[*rows]].max())
-        scale = max(largest, _SMALLEST) * max(len(rows), 1) ** 0.5
-        ours, theirs, factors, total = [], [], list[float](), dict[str, Tensor]()
-        for row in rows:
-            grads = gradient(reference, row)
-            lengths = {name: _length(grad) for name, grad in grads.items()}
-            plain = [math.hypot(*lengths.values()), *(lengths[name] for name in numbers.lengths)]
-            own = [float(x[row]) for x in (numbers.norms, *numbers.lengths.values())]
-            ours += [value / unit(numbers, row) for value in own]
-            theirs += [value / unit(numbers, row) for value in plain]
-            factors += _factor_gaps(numbers, row, lengths)
-            for name in names:
-                part = grads[name] * (float(weights[row]) / scale)
-                total[name] = total[name] + part if name in total else part
-        summed = numbers.sum_of(names, weights)
-        ours += [0.0] * len(factors)
-        each = [torch.tensor(side, dtype=torch.float64) for side in (ours, theirs + factors)]
-        found = {name: summed[name] / scale for name in names}
-        return _Side(each[0], found), _Side(each[1], total)
-
-    return sides
-
-
-def _factor_gaps(numbers: Numbers, row: int, lengths: Mapping[str, float]) -> list[float]:
-    """Return by how much the engine's factors change a row's contributions, in units of C."""
-    found = []
-    for group, bound in (numbers.bounds or {}).items():
-        members = [name for name in lengths if numbers.group(name) == group]
-        size = math.hypot(*(lengths[name] for name in members))
-        dtype = numbers.norms.dtype
-        whole = torch.tensor(size, dtype=dtype)
-        expected = float(factors_for(numbers.clipping, whole, float(bound), xp=torch))
-        own = float((numbers.factors or {})[members[0]][row])
-        found.append((own - expected) * size / max(float(bound), _SMALLEST))
-    return found
+def _root(lengths: Iterable[Tensor]) -> Tensor:
+    """Return the (rows,) norms of what has these parts."""
+    return torch.stack([*lengths]).norm(dim=0)
 
 
 def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    return float(_norm(tensor))
 
 
-def _distance(ours: _Side, theirs: _Side) -> tuple[float, list[str]]:
-    """Return the largest difference of two sides, and the parameters with most of it."""
-    gaps = {name: _length(ours.parts[name] - part) for name, part in theirs.parts.items()}
-    each = (ours.each - theirs.each).abs()
-    error = max(math.hypot(*gaps.values()), float(each.max()) if len(each) else 0.0)
+_norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+
+
+def _distance(ours: Grads, theirs: Grads) -> tuple[float, list[str]]:
+    """Return the difference of two sides, and the parameters with most of it."""
+    gaps = {name: _length(ours[name] - part) for name, part in theirs.items() if name != _EACH}
     worst = max(gaps.values(), default=0.0)
     names = sorted((n for n, gap in gaps.items() if not gap < 0.1 * worst), key=lambda n: -gaps[n])
-    return (math.inf if math.isnan(error) or bool(each.isnan().any()) else error), names[:5]
+    if _EACH in theirs:
+        gaps[_EACH] = float((ours[_EACH] - theirs[_EACH]).abs().max())
+    error = math.hypot(*gaps.values())
+    return math.inf if math.isnan(error) else error, names[:5]
 
 
-def _apart(whole: Sequence[Tensor], beside: Sequence[Tensor], row: Any, place: Any = None) -> float:
+def relative_gap(
+    whole: Sequence[Tensor], beside: Sequence[Tensor], row: Any, place: Any = None
+) -> float:
     """Return the largest relative difference of the outputs of a row, or rows, in two batches.
 
     They are at `place` of the second batch; None for the same as in the first.
@@ -739,28 +736,3 @@ def _others(batch: Batch) -> Iterator[Batch]:
         yield batch.on(changed)
     if batch.n > 1:
         yield batch.rows(slice(1, batch.n))
-
-
-class _Precisions(TorchDispatchMode):
-    """Dispatch mode that collects the floating-point dtypes of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves(out):
-            if torch.is_tensor(value) and value.is_floating_point():
-                self.seen.add(str(value.dtype).removeprefix("torch."))
-                if value.is_cuda and matmul_in_tf32():
-                    self.seen.add("tf32")
-        return out
-
-    @property
-    def lowest(self) -> str:
-        """The collected dtype with the largest tolerance, a key of `exactness.TOLERANCE`."""
-        known = [name for name in self.seen if name in exactness.TOLERANCE]
-        return max(known, key=exactness.TOLERANCE.__getitem__, default="float32")

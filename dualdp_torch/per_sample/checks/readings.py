@@ -8,7 +8,7 @@ A loop that divides by `len(x)` hands the number 32 to a torch function; so does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 #: A number for one unit of k rows, where the batch has n units.
 Reading = Callable[[float, int, int], float]
@@ -29,9 +29,7 @@ def as_multiple(value: float, n: int, k: int) -> float:
     if value > 0 and value % n == 0:  # no count is negative, as the index -100 of ignored labels
         return type(value)(value // n)
     counted = as_count(value, n, k)
-    return (
-        value * n if counted == value and _is_long(value) and not _is_long(value * n) else counted
-    )
+    return value * n if counted == value and is_long(value) and not is_long(value * n) else counted
 
 
 def as_constant(value: float, n: int, k: int) -> float:
@@ -39,7 +37,7 @@ def as_constant(value: float, n: int, k: int) -> float:
     return value
 
 
-def _is_long(value: float) -> bool:
+def is_long(value: float) -> bool:
     """True for a number that nobody writes by hand."""
     return type(value) is float and math.isfinite(value) and len(repr(value)) > 9
 
@@ -47,74 +45,58 @@ def _is_long(value: float) -> bool:
 class Numbers:
     """Python numbers that a loop hands to its functions, in this batch and in the one before.
 
-    Between batches of two sizes the meaning of a number shows: a constant, m n, or m / n.
+    Between batches of two sizes the meaning of a number shows: the reading by which it is the same
+    for one unit of `k` rows.
 
     Attributes:
+        seen: name of the function and value of each number, in order.
         first_read: how many numbers came before data were read from the batch.
-        guessed: positions of those that twins got by a reading, not as earlier batches showed.
         was_carried: True if one of many digits that came after it changed since the batch before.
     """
 
-    def __init__(self) -> None:
-        self.first_read, self.was_carried = math.inf, False
-        self.seen, self.reads = list[tuple[str, float]](), dict[int, float]()
-        self.guessed = set[int]()
-        self._meanings, self._reads_before = dict[int, tuple[str, float]](), dict[int, float]()
+    def __init__(self, k: int = 1) -> None:
+        self.k, self.was_carried = k, False
+        self._meanings = dict[int, tuple[Reading, float]]()
         self._before: tuple[int, list[tuple[str, float]]] = 0, []
+        self.next_batch()
+
+    def next_batch(self) -> None:
+        """Begin a batch."""
+        self.seen, self.first_read = list[tuple[str, float]](), math.inf
 
     def end_batch(self, n: int) -> None:
         """Learn from the numbers of a batch of n units."""
         then, before = self._before
+        pairs = list(enumerate(zip(before, self.seen, strict=False)))
+        later = [(old, new) for at, ((_, old), (_, new)) in pairs if at >= self.first_read]
+        self.was_carried = any(is_long(new) and new != old for old, new in later)
         if [name for name, _ in before] != [name for name, _ in self.seen]:
             self._meanings = {}
         elif then != n:
-            for at, ((_, old), (_, new)) in enumerate(zip(before, self.seen, strict=True)):
-                if new == old:
-                    self._meanings[at] = "is", new
-                elif type(new) is int and not new % n and new * then == old * n:
-                    self._meanings[at] = "times", new // n
-                elif type(new) is float and math.isclose(new * n, old * then, rel_tol=1e-12):
-                    self._meanings[at] = "over", new * n
-        later = [i for i in range(min(len(before), len(self.seen))) if i >= self.first_read]
-        self.was_carried = any(
-            _is_long(self.seen[i][1]) and self.seen[i][1] != before[i][1] for i in later
-        )
-        self._before, self._reads_before = (n, self.seen), self.reads
-
-    def next_batch(self) -> None:
-        """Begin a batch."""
-        self.seen, self.reads, self.first_read, self.guessed = [], {}, math.inf, set()
-
-    def is_read(self, at: int, value: float) -> bool:
-        """True for a number equal to one that the loop read from the batch, if not by chance.
-
-        It has many digits, or at this position was another number, read too, in the batch before.
-        """
-        self.reads[at] = value
-        return _is_long(value) or self._reads_before.get(at, value) != value
+            for at, ((_, old), (_, new)) in pairs:
+                for reading in (as_multiple, as_count, as_constant):
+                    one = reading(new, n, self.k)
+                    if math.isclose(reading(old, then, self.k), one, rel_tol=1e-12):
+                        self._meanings[at] = reading, one
+        self._before = n, self.seen
 
     def learned(self, at: int, name: str, value: float, n: int) -> float | None:
         """Return a number for one unit, as earlier batches read it; None if they don't say."""
-        if at >= len(self._before[1]) or self._before[1][at][0] != name:
-            return None
-        kind, number = self._meanings.get(at, ("", 0.0))
-        fits = {"is": value == number, "times": value == number * n}
-        fits["over"] = math.isclose(value * n, number, rel_tol=1e-12)
-        return number if fits.get(kind) else None
+        before = self._before[1][at : at + 1]
+        reading, one = self._meanings.get(at, (as_constant, math.nan))
+        is_known = bool(before) and before[0][0] == name
+        return one if is_known and math.isclose(reading(value, n, self.k), one) else None
 
-    def are_unclear(self, n: int, k: int) -> bool:
+    def are_unclear(self, n: int) -> bool:
         """True if two numbers may be counts of examples or constants, each for itself."""
         doubtful = [
             at
             for at, (name, value) in enumerate(self.seen)
-            if self.learned(at, name, value, n) is None and as_multiple(value, n, k) != value
+            if self.learned(at, name, value, n) is None and as_multiple(value, n, self.k) != value
         ]
         return len(doubtful) > 1
 
-    def refutes(self, reading: Reading, n: int, k: int) -> bool:
-        """True if a reading is none of the meanings that this batch and the one before show."""
-        found = [
-            (self.learned(at, *self.seen[at], n), reading(self.seen[at][1], n, k))
-            for at in self.guessed
-        ]
+    def refute(self, guessed: Mapping[int, float], n: int) -> bool:
+        """True if numbers were read otherwise than this batch and the one before show."""
+        found = [(self.learned(at, *self.seen[at], n), read) for at, read in guessed.items()]
         return any(known is not None and known != read for known, read in found)

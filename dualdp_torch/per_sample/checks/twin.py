@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,9 +33,11 @@ from dualdp_torch.per_sample.checks.readings import (
     as_constant,
     as_count,
     as_multiple,
+    is_long,
 )
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
 from dualdp_torch.per_sample.outputs import partial_gradients
+from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
@@ -145,11 +146,12 @@ class Twin:
     Attributes:
         reading: what Python numbers mean for one unit.
         is_whole: True to take tensors of unknown origin whole, and not by rows.
-        follows_reads: True to replace floats that the loop read by those of this twin.
-        is_base: True for the twin from which others fork, where a call has a second reading.
         problem: why it could not follow the loop, or None.
         parts: name of the first function that gave the row something else than in the batch.
-        leaves, grads: for each forward, its outputs for these rows, and their gradients.
+        reads: floats that the loop read -> what this twin read in their place.
+        guessed: places of Python numbers -> what they were read as.
+        leaves: for each forward, its outputs for these rows.
+        grads: gradient of a leaf.
         shared: tensors whose twins a fork has in common with the twin it came from.
     """
 
@@ -157,24 +159,28 @@ class Twin:
         self.n, self.k, self.units, unit = n, k, units, int(units[position])
         self.index = (units[:, None] * k + torch.arange(k)).flatten()
         self.own, self.at = slice(unit * k, unit * k + k), slice(position * k, position * k + k)
-        self.is_alone = self.follows_reads = len(units) < n
+        self.is_alone, self.is_whole = len(units) < n, False
         self.reading: Reading = as_count
-        self.is_whole, self.is_base = False, True
         self.tensors, self.shared = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self.reads = dict[float, float]()
-        self.leaves, self.grads = list[list[Tensor]](), list[list[Tensor | None]]()
+        self.reads, self.guessed = dict[float, float](), dict[int, float]()
+        self.leaves, self.grads = list[list[Tensor]](), WeakIdKeyDictionary()
         self.problem: str | None = None
         self.parts = ""
-        self.has_other_inputs = self.decides_otherwise = self.has_replaced = False
+        self.has_other_inputs = self.decides_otherwise = False
         self.is_torn = False  # True if a reading was lost that may have been right
+
+    @property
+    def is_base(self) -> bool:
+        """True for a twin from which others fork, where a call has a second reading."""
+        return self.reading is as_count and not self.is_whole
 
     def fork(self, **changes: Any) -> Twin:
         """Return a twin that goes on from here otherwise, and copies what it writes to."""
         twin = copy.copy(self)
-        twin.tensors, twin.shared = self.tensors.copy(), self.tensors.copy()
-        twin.reads, twin.leaves = dict(self.reads), [*self.leaves]
-        twin.grads = [[*grads] for grads in self.grads]
-        vars(twin).update({"follows_reads": False, "is_base": False} | changes)
+        twin.shared = self.tensors.copy()
+        for name in ("tensors", "reads", "guessed", "leaves", "grads"):
+            setattr(twin, name, getattr(self, name).copy())
+        vars(twin).update(changes)
         return twin
 
     def placed(self, tensor: Tensor) -> Tensor:
@@ -238,7 +244,7 @@ class Twin:
         """Keep what a call gave: tensors, numbers that were read, decisions."""
         if isinstance(out, Tensor) and isinstance(ours, Tensor):
             self.tensors[out] = ours
-            if self.is_base and not self.parts and out.shape[:1] == (self.n * self.k,):
+            if not self.parts and out.shape[:1] == (self.n * self.k,):
                 same = ours.shape[1:] == out.shape[1:] and ours.shape[:1] == self.index.shape
                 if not same or not _is_near(ours[self.at], out[self.own]):
                     self.parts = name
@@ -247,39 +253,34 @@ class Twin:
                 self.note(name, theirs, own)
         elif type(out) is bool and type(ours) is bool:
             self.decides_otherwise |= out != ours
-        elif type(out) is float and type(ours) is float and out != ours:
+        elif self.is_alone and type(ours) is float and is_long(out):  # no constant by chance
             self.reads[out] = ours
 
     def backward(self, losses: Sequence[Any], weights: Sequence[Any]) -> None:
         """Add the gradients of weighted losses to those of the outputs."""
-        ours = [self.of(loss) for loss in losses]
-        live = [i for i, loss in enumerate(ours) if getattr(loss, "requires_grad", False)]
+        pairs = zip(self.of(losses), self.of(weights), strict=True)
+        live = [(loss, w) for loss, w in pairs if getattr(loss, "requires_grad", False)]
         leaves = sum(self.leaves, [])
         if not live or not leaves:
             return
-        given = [
-            torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
-        ]
-        found = iter(partial_gradients([ours[i] for i in live], leaves, given))
-        for grads in self.grads:
-            for i, before in enumerate(grads):
-                new = next(found)
-                grads[i] = before if new is None else new if before is None else before + new
+        given = [torch.ones_like(loss) if w is None else w for loss, w in live]
+        found = partial_gradients([loss for loss, _ in live], leaves, given)
+        for leaf, grad in zip(leaves, found, strict=True):
+            if grad is not None:
+                self.grads[leaf] = self.grads[leaf] + grad if leaf in self.grads else grad
 
     def error(self, cotangents: Sequence[Tensor | None], reduction: str, of_all: bool) -> float:
         """Return how far the row's gradient is from the loop's, relative to it.
 
         `of_all` compares every row of a twin of many: each is a row of the batch elsewhere.
         """
-        every = of_all and not self.is_alone
-        own = self.index if every else torch.arange(self.own.start, self.own.stop)
+        own = self.index if of_all else self.index[self.at]
         count, square = len(own) // self.k, 0.0
         ours, theirs = ([torch.zeros(count, 1).double()] for _ in range(2))
-        leaves, grads = sum(self.leaves, []), sum(self.grads, [])
-        for leaf, grad, cotangent in zip(leaves, grads, cotangents, strict=True):
+        for leaf, cotangent in zip(sum(self.leaves, []), cotangents, strict=True):
             if leaf.dim() and len(leaf) == len(self.index):
-                whole = torch.zeros_like(leaf) if grad is None else grad
-                ours.append(_flat(whole if every else whole[self.at], count))
+                whole = self.grads.get(leaf, torch.zeros_like(leaf))
+                ours.append(_flat(whole if of_all else whole[self.at], count))
                 if cotangent is None:
                     theirs.append(ours[-1] * 0)
                 else:
@@ -303,6 +304,8 @@ class _Call(NamedTuple):
     func: Callable[..., Any]
     name: str
     given: tuple[Any, Any]
+    tensors: list[Tensor]
+    numbers: list[float]
     out: Any
     targets: list[Tensor]
     draws: RandomState | None
@@ -327,23 +330,23 @@ class Twins(TorchFunctionMode):
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         super().__init__()
-        self.k, self.has_passed = rows_per_unit, False
-        self.numbers = Numbers()
+        self.k, self.has_passed, self.is_on = rows_per_unit, False, False
+        self.numbers = Numbers(rows_per_unit)
         self.rows_of: Callable[[int], Sequence[int]] | None = None
-        self.is_on = self._gives_number = False
         self.clear()
 
     def begin(self, batch: Any, num_rows: int, rows: Sequence[int], seed: int, among: int) -> None:
         """Begin to lead twins of the units that hold `rows`, `among` of them among others, too."""
         self.clear()
-        n = self._n = num_rows // self.k
+        n, lists = num_rows // self.k, list[list[list[Tensor]]]()
+        self._n = n
         self._batch = list(_tensors_in(batch, 5))
         if any(x.is_nested or x.layout is not torch.strided for x in self._batch):
             return  # which the model may not get; made dense, it is what the loop sees
         if any(tensor.shape[:1] != (num_rows,) for tensor in self._batch):
             if num_rows < _FEWEST_IN_LISTS:
                 return
-            self._places.update(_places_in(batch, num_rows))
+            lists = _lists_of_rows(batch, num_rows)
         draw = torch.Generator().manual_seed(seed)
         units = list(dict.fromkeys(row // self.k for row in rows)) if n > 1 else []
         for unit in units:
@@ -355,7 +358,13 @@ class Twins(TorchFunctionMode):
         self.is_on = bool(self.twins)
         for tensor in self._batch if self.is_on else ():
             axes = [axis for axis, size in enumerate(tensor.shape) if size == num_rows]
-            self._take(tensor, axes[0] if axes and tensor not in self._places else None)
+            self._take(tensor, axes[0] if axes else None)
+        for rows, twin in itertools.product(lists, self.twins):
+            places = range(num_rows) if twin.is_alone else twin.index.tolist()
+            for row, place in zip(rows, places, strict=True):
+                for tensor, own in zip(row, rows[place], strict=False):
+                    self._rows[tensor] = True
+                    twin.tensors[tensor] = twin.placed(own.detach()).clone()
         self._listen()
 
     def _listen(self) -> None:
@@ -372,13 +381,12 @@ class Twins(TorchFunctionMode):
         if self.is_on:
             self.end()
         self.twins, self._batch, self.notes = list[Twin](), list[Tensor](), list[str]()
-        self._forks = set[str]()
+        self._forks = set[Any]()
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
-        self._has_drawn = self._is_inside = self._is_open = False
+        self._has_drawn = self._is_inside = self._is_open = self._gives_number = False
         self._n = 0
         self._led, self._drawn = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._places = WeakIdKeyDictionary()  # row of the batch -> its place, of lists of rows
-        self._held: dict[Any, Tensor] = {}
+        self._rows = WeakIdKeyDictionary()  # in lists of all rows of the batch
         self.numbers.next_batch()
 
     def leave_loader(self) -> None:
@@ -410,10 +418,10 @@ class Twins(TorchFunctionMode):
         if not self.is_on:
             return
         self.end()
-        self._is_inside, self._model, self._held = True, model, held_tensors(model)
+        self._is_inside, self._model = True, model
         given = _tensors((args, kwargs))
         state = () if model is None else (*model.buffers(), *model.parameters())
-        known = (*given, *self._held.values(), *state)
+        known = (*given, *held_tensors(model).values(), *state)
         for tensor in known:
             self._compare_input(tensor)
         passed = {id(tensor) for tensor in (*known, *self._batch)}
@@ -444,6 +452,7 @@ class Twins(TorchFunctionMode):
         among = [twin for twin in self.twins if not twin.is_alone]
         for twin in among[max(0, _MOST // max(numel, 1)) :]:
             self.twins.remove(twin)
+        held = held_tensors(self._model)
         for twin in self.twins:
             leaves = [twin.pick(made.detach()).detach() for made, _ in outputs]
             twin.leaves.append([])
@@ -452,33 +461,31 @@ class Twins(TorchFunctionMode):
                     twin.leaves[-1].append(leaf.requires_grad_())
                 with torch.enable_grad():
                     twin.tensors[out] = leaf.clone()
-            twin.grads.append([None] * len(twin.leaves[-1]))
-        for _, out in (*outputs, *numbers):
-            self._led[out] = True
+            for tensor in (*(out for _, out in numbers), *held.values()):
+                twin.keep(tensor, None)
+            with contextlib.suppress(Exception):  # of this row; what is used then is unknown
+                if twin.is_alone and (numbers or held):
+                    self._compute_inside(twin, outputs, numbers, held, again)
+        for tensor in (*(out for _, out in (*outputs, *numbers)), *held.values()):
+            self._led[tensor] = True
         self._gives_number |= bool(numbers)
-        kept = held_tensors(self._model)
-        made = {key: t for key, t in kept.items() if self._held.get(key) is not t}
-        if numbers or made:
-            for twin in self.twins:
-                with contextlib.suppress(Exception):  # of these rows; what is used then is unknown
-                    self._compute_inside(twin, outputs, numbers, made, again)
         self._listen()
 
     def _compute_inside(
-        self, twin: Twin, outputs: Any, numbers: Any, made: Mapping[Any, Tensor], again: Any
+        self, twin: Twin, outputs: Any, numbers: Any, held: Mapping[Any, Tensor], again: Any
     ) -> None:
-        """Give a twin the numbers that the model returns, and tensors that it keeps on itself.
+        """Give a row alone the numbers that the model returns, and tensors that it keeps on itself.
 
-        They are those of a forward of the twin's rows with their draws of the batch, which has to
-        give the same outputs. The numbers become functions of these.
+        They are those of a forward of the row with its draws of the batch, which has to give the
+        same outputs. The numbers become functions of these.
         """
-        with _OwnDraws(twin) if twin.is_alone else contextlib.nullcontext():
+        with _OwnDraws(twin):
             inside = again(twin.units)
         ours = [twin.tensors[out] for _, out in outputs]
         pairs = list(zip(ours, inside.outputs, strict=True))
         if not all(a.shape == b.shape and _is_near(a, b) for a, b in pairs):
             return
-        for key, tensor in made.items():
+        for key, tensor in held.items():
             twin.tensors[tensor] = twin.placed(inside.held[key].detach()).clone()
         used = [(leaf, t) for leaf, t in pairs if t.requires_grad]
         for (_, out), number in zip(numbers, inside.numbers, strict=True):
@@ -491,8 +498,6 @@ class Twins(TorchFunctionMode):
                         if grad is not None:
                             value = value + ((leaf - leaf.detach()) * twin.placed(grad)).sum()
             twin.tensors[out] = value
-        for tensor in made.values():
-            self._led[tensor] = True
 
     def end_forward(self) -> None:
         """End a forward, also one that failed."""
@@ -502,14 +507,14 @@ class Twins(TorchFunctionMode):
     def drop(self, index: int) -> None:
         """Forget one forward, whose gradient does not count."""
         for twin in self.twins:
-            del twin.leaves[index : index + 1], twin.grads[index : index + 1]
+            del twin.leaves[index : index + 1]
 
     def rewind(self, first: int = 0) -> None:
         """Forget the forwards from `first` on: they failed or are repeated."""
         if self.is_on:
             self.end_forward()
             for twin in self.twins:
-                del twin.leaves[first:], twin.grads[first:]
+                del twin.leaves[first:]
             if not self._has_left:
                 self._listen()
 
@@ -538,17 +543,13 @@ class Twins(TorchFunctionMode):
     # ------------------------------------------------------------------ functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
-            return self._hear_eagerly(func, args, kwargs or {})
         return self._hear(func, args, kwargs or {})
 
-    @torch._disable_dynamo  # a loop that is compiled is led call by call
-    def _hear_eagerly(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._hear(func, args, kwargs)
-
+    @never_compiled  # a loop that is compiled is led call by call
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of the loop, and call it again for the twins."""
-        tensors = _tensors((args, kwargs))
+        leaves = _leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._is_inside:
             for tensor in tensors:
                 self._compare_input(tensor)
@@ -566,7 +567,8 @@ class Twins(TorchFunctionMode):
         is_random = bool(generators) or name.rstrip("_") in _RANDOM
         self._has_drawn |= is_random
         is_led = any(tensor in self._led for tensor in tensors)
-        is_ours = is_led or self._concerns(name, tensors, args, kwargs, writes)
+        numbers = [leaf for leaf in leaves if type(leaf) in (int, float)]
+        is_ours = is_led or self._concerns(name, tensors, numbers, args, writes)
         targets = _tensors(kwargs.get("out", args[:1])) if writes else []
         for target in targets if is_led else ():
             if target not in self._led:  # it gets a twin of its own
@@ -578,18 +580,19 @@ class Twins(TorchFunctionMode):
         if is_led and name in _READS:
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
-        seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
+        seen, first = [(name, v) for v in numbers], len(self.numbers.seen)
         if is_ours and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
             led = [tensor for tensor in tensors if tensor in self._led]
             self._hear_processes(name, led + _tensors(out))
         elif is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
-            self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
+            given = (args, kwargs), tensors, numbers
+            self._lead(_Call(func, name, *given, out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
             self.numbers.seen += seen
         return out
 
-    def _concerns(self, name: str, tensors: Any, args: Any, kwargs: Any, writes: bool) -> bool:
+    def _concerns(self, name: str, tensors: Any, numbers: Any, args: Any, writes: bool) -> bool:
         """True for a call on what may be rows of the batch, or with sizes made of n."""
         for tensor in tensors:
             self._look_for_arrays(tensor)
@@ -597,7 +600,7 @@ class Twins(TorchFunctionMode):
             return not writes
         if tensors or (name in _FROM_LISTS and isinstance(args[0], list | tuple)):
             return False  # values, and no sizes
-        return any(as_multiple(v, self._n, self.k) != v for v in _numbers((args, kwargs)))
+        return any(as_multiple(v, self._n, self.k) != v for v in numbers)
 
     def _look_for_arrays(self, tensor: Tensor) -> None:
         """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
@@ -607,63 +610,60 @@ class Twins(TorchFunctionMode):
 
     def _lead(self, call: _Call) -> None:
         """Call a function on every twin's tensors, after the loop's call."""
-        tensors, made = _tensors(call.given), _tensors(call.out)
-        led = [tensor for tensor in tensors if tensor in self._led]
-        numbers = _numbers(call.given)
-        reads = [value for twin in self.twins for value in numbers if value in twin.reads]
-        is_drawn = all(t in self._drawn for t in led) and bool(led or call.draws) and not reads
-        if call.targets and led and not is_drawn and led[0] in self._drawn:
-            self._drawn.clear()  # by rows of the batch, maybe through a view
-        places = {self._places.get(tensor) for tensor in led} if self._places else {None}
-        for tensor in made if len(places) == 1 and None not in places else ():
-            self._places[tensor] = next(iter(places))
+        led = [t for t in call.tensors if t in self._led]
+        made = [*_tensors(call.out), *call.targets]
+        has_read = any(value in twin.reads for twin in self.twins for value in call.numbers)
+        is_drawn = bool(led or call.draws) and all(t in self._drawn for t in led) and not has_read
         is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.targets)
+        values = (*call.given[0], *call.given[1].values()) if self._rows else ()
+        joins_rows = any(map(self._are_all_rows, values))
+        of_rows = bool(led) and not joins_rows and all(t in self._rows for t in led)
         for tensor in made:
             self._led[tensor] = True
+            if of_rows:
+                self._rows[tensor] = True
             if is_drawn:
                 self._drawn[tensor] = True
             elif not is_taken:
                 self._drawn.pop(tensor, None)
-        if is_taken:  # of a draw by size nobody knows if it is a table
-            self._fork(call, made, [])
-        else:
-            self._fork(call, [t for t in tensors if t not in self._led], numbers)
-        lead = self._take_drawn if is_taken else self._repeat
+        # Of a draw by size nobody knows if it is a table.
+        unknown = made if is_taken else [t for t in call.tensors if t not in self._led]
+        self._fork(call, unknown, [] if is_taken else call.numbers)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for twin in reversed(self.twins):  # forks copy what those that they come from write to
                 if twin.problem is None:
+                    takes = is_taken or (joins_rows and twin.is_alone)
                     try:
                         for target in call.targets:
                             twin.own_target(target)
-                        lead(call, twin)
+                        (self._take_own if takes else self._repeat)(call, twin)
                     except Exception as error:  # noqa: BLE001 - of this row alone
                         reason = str(error).split("\n")[0][:80]
                         twin.problem = f"{call.name} can't be called on one row ({reason})"
 
+    def _are_all_rows(self, value: Any) -> bool:
+        """True for a list of all rows of the batch."""
+        is_list = isinstance(value, list | tuple) and len(value) == self._n * self.k
+        return is_list and all(isinstance(v, Tensor) and v in self._rows for v in value)
+
     def _fork(self, call: _Call, unknown: Sequence[Tensor], numbers: Sequence[float]) -> None:
         """Let twins go on by every reading that this call has."""
-        n, k = self._n, self.k
+        n, k, bases = self._n, self.k, [twin for twin in self.twins if twin.is_base]
         doubtful = [
             v
             for at, v in enumerate(numbers, call.first)
             if self.numbers.learned(at, call.name, v, n) is None
         ]
-        for twin in [twin for twin in self.twins if twin.follows_reads and twin.is_base]:
-            if any(v in twin.reads for v in numbers):
-                twin.is_base = False
-                self.twins.append(twin.fork(is_base=True))
-        bases = [twin for twin in self.twins if twin.is_base]
         if self.rows_of is None and any(_may_be_rows(tensor, n, k) for tensor in unknown):
-            self._fork_once("a table", bases, is_whole=True)
-        alone = [twin for twin in bases if twin.is_alone]
+            self._fork_once(bases, is_whole=True)
         for reading in (as_multiple, as_constant):
             if any(reading(v, n, k) != as_count(v, n, k) for v in doubtful):
-                self._fork_once(reading.__name__, alone, reading=reading)
+                self._fork_once([twin for twin in bases if twin.is_alone], reading=reading)
 
-    def _fork_once(self, kind: str, bases: Sequence[Twin], **changes: Any) -> None:
-        if kind not in self._forks:
-            self._forks.add(kind)
+    def _fork_once(self, bases: Sequence[Twin], **changes: Any) -> None:
+        if str(changes) not in self._forks:
+            self._forks.add(str(changes))
             self.twins += [twin.fork(**changes) for twin in bases]
 
     def _repeat(self, call: _Call, twin: Twin) -> None:
@@ -691,8 +691,8 @@ class Twins(TorchFunctionMode):
             for tensor in tensors:
                 twin.tensors[tensor] = twin.tensors[tensor] * math.nan
 
-    def _take_drawn(self, call: _Call, twin: Twin) -> None:
-        """Give a twin its rows of what the loop drew; of a draw by size they may be anything."""
+    def _take_own(self, call: _Call, twin: Twin) -> None:
+        """Give a twin its rows of what the loop got; of a draw by size they may be anything."""
         for tensor in _tensors(call.out):
             axis = None if twin.is_whole and tensor in self._drawn else 0
             picked = twin.pick(tensor.detach(), axis)
@@ -707,36 +707,17 @@ class Twins(TorchFunctionMode):
 
         def number(value: float) -> float:
             at = next(places)
-            if twin.follows_reads and value in twin.reads and self.numbers.is_read(at, value):
-                twin.has_replaced = True
-                return twin.reads[value]
-            if not twin.is_alone:
-                return value
+            if value in twin.reads or not twin.is_alone:
+                return twin.reads.get(value, value)
             known = self.numbers.learned(at, call.name, value, twin.n)
-            if known is not None:
-                return known
-            self.numbers.guessed.add(at)
-            return twin.reading(value, twin.n, twin.k)
+            if known is None:
+                twin.guessed[at] = known = twin.reading(value, twin.n, twin.k)
+            return known
 
-        return twin.of(
-            self._rows_in_lists(twin, call.given) if self._places else call.given, number
-        )
-
-    def _rows_in_lists(self, twin: Twin, value: Any) -> Any:
-        """Return arguments whose lists of all rows of the batch hold the twin's rows."""
-        if isinstance(value, dict):
-            return {key: self._rows_in_lists(twin, v) for key, v in value.items()}
-        if not isinstance(value, tuple | list):
-            return value
-        are_rows = len(value) == self._n * self.k and all(
-            isinstance(v, Tensor) and self._places.get(v) == i for i, v in enumerate(value)
-        )
-        own = [value[i] for i in twin.index.tolist()] if are_rows else value
-        parts = [self._rows_in_lists(twin, part) for part in own]
-        return parts if type(value) is list else tuple(parts)
+        return twin.of(call.given, number)
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward, and those of the twins; one that the loop asked for is led, or taken."""
+        """Run a backward, and those of the twins; gradients that the loop asked for are taken."""
         names = _BACKWARDS[func]
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         losses, weights = (pytree.tree_leaves(given.get(name)) for name in (names[0], names[-1]))
@@ -754,10 +735,6 @@ class Twins(TorchFunctionMode):
         if func is torch.autograd.grad:
             for tensor in _tensors(out):
                 self._take(tensor, 0)
-            for twin in self.twins:
-                with contextlib.suppress(Exception):  # it leads through the model
-                    ours = twin.of((args, kwargs))
-                    twin.note("grad", out, func(*ours[0], **ours[1]))
             return out
         self._has_backward = True
         for twin in self.twins:
@@ -798,58 +775,53 @@ class Twins(TorchFunctionMode):
         found = None
         for start in dict.fromkeys(twin.own.start for twin in self.twins):
             twins = [twin for twin in self.twins if twin.own.start == start]
-            if any(twin.is_torn for twin in twins):
-                continue
-            found = found or self._among(twins, cotangents, declared, limit)
-            found = found or self._alone(twins, cotangents, declared, limit)
+            if not any(twin.is_torn for twin in twins):
+                found = found or self._among(twins, cotangents, declared, limit)
+                found = found or self._alone(twins, cotangents, declared, limit)
         self.has_passed |= found is None
         return found
 
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
         among = [twin for twin in twins if not twin.is_alone]
-        if among and all(twin.has_other_inputs for twin in among):  # lost inside the model or not
-            return Problem(_INPUTS.format(first=_first(among)))
-        ran = [twin for twin in among if twin.problem is None]
-        errors = [t.error(cotangents, declared, not self._has_drawn) for t in ran]
-        pairs = zip(errors, ran, strict=True)
-        if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
-            return None
-        if all(twin.has_other_inputs for twin in ran):
+        ran = [twin for twin in among if twin.problem is None] or among
+        if ran and all(twin.has_other_inputs for twin in ran):  # lost inside the model or not
             return Problem(_INPUTS.format(first=_first(ran)))
-        text = _MIXES.format(error=power_of_ten(min(errors)), first=_first(ran))
-        return Problem(text + self._way_out(declared), min(errors))
+        errors = [
+            math.inf
+            if twin.has_other_inputs
+            else twin.error(cotangents, declared, not self._has_drawn)
+            for twin in ran
+            if twin.problem is None
+        ]
+        error = min(errors, default=0.0)
+        return self._refusal(_MIXES, ran, error, declared) if error > limit else None
 
     def _alone(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row alone, by all readings of numbers: one that agrees is enough."""
-        alone = [twin for twin in twins if twin.is_alone]
-        errors = {t: t.error(cotangents, declared, False) for t in alone if t.problem is None}
-        wrong = [t for t, error in errors.items() if error > limit or t.has_other_inputs]
-        right = [t for t in errors if t not in wrong]
-        # Numbers that were read make it wrong, and nothing else does.
-        uses_read = alone[0] in wrong and alone[0].has_replaced
-        uses_read &= any(twin.is_base for twin in right)
-        if not wrong or not (uses_read or self._are_refuted(alone, wrong, right)):
+        ran = [
+            twin
+            for twin in twins
+            if twin.is_alone and not twin.problem and not self.numbers.refute(twin.guessed, self._n)
+        ]
+        errors = [twin.error(cotangents, declared, False) for twin in ran]
+        is_right = any(
+            e <= limit and not t.has_other_inputs for e, t in zip(errors, ran, strict=True)
+        )
+        if not ran or is_right or self.numbers.are_unclear(self._n):
             return None
-        if all(twin.has_other_inputs for twin in wrong):
-            return Problem(_INPUTS.format(first=_first(wrong)))
-        error = min(errors[twin] for twin in wrong)
+        if all(twin.has_other_inputs for twin in ran):
+            return Problem(_INPUTS.format(first=_first(ran)))
         other = "sum" if declared == "mean" else "mean"
-        if any(twin.error(cotangents, other, False) <= limit for twin in wrong):
-            return Problem(_DECLARED.format(declared=declared, other=other), error)
-        text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
-        return Problem(text + self._way_out(declared), error)
+        if any(twin.error(cotangents, other, False) <= limit for twin in ran):
+            return Problem(_DECLARED.format(declared=declared, other=other), min(errors))
+        return self._refusal(_WEIGHS, ran, min(errors), declared)
 
-    def _are_refuted(self, alone: Any, wrong: list[Twin], right: list[Twin]) -> bool:
-        """True if no reading by which the row is right can be meant, and one of the others can."""
-        refuted = {t for t in alone if self.numbers.refutes(t.reading, self._n, self.k)}
-        if not refuted.issuperset(right) or refuted.issuperset(wrong + right):
-            return False
-        return not self.numbers.are_unclear(self._n, self.k)
-
-    def _way_out(self, declared: str) -> str:
-        text = _WAY_OUT.format(declared=declared)
-        return text + _OF_MODEL if self._gives_number else text
+    def _refusal(self, text: str, twins: Sequence[Twin], error: float, declared: str) -> Problem:
+        """Return what is wrong, where twins first met it, and the way out."""
+        text = text.format(error=power_of_ten(error), first=_first(twins))
+        text += _WAY_OUT.format(declared=declared)
+        return Problem(text + _OF_MODEL if self._gives_number else text, error)
 
 
 # ---------------------------------------------------------------------- draws
@@ -881,9 +853,11 @@ def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
             return tensor.index_select(axis, rows.to(tensor.device))
         return tensor
 
-    args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
-    found = func(*args, **kwargs)
-    return _mapped(own_rows, found) if twin.is_alone else found
+    if not twin.is_alone:
+        return func(*ours[0], **ours[1])
+    own = iter(_leaves(ours))
+    args, kwargs = _mapped(lambda theirs: spread(theirs, next(own)), loops)
+    return _mapped(own_rows, [func(*args, **kwargs)])[0]
 
 
 class _OwnDraws(TorchFunctionMode):
@@ -920,7 +894,7 @@ def held_tensors(model: nn.Module | None) -> dict[Any, Tensor]:
         (i, key, place): tensor
         for i, module in enumerate(model.modules() if model is not None else ())
         for key, value in vars(module).items()
-        if key[:1] != "_"
+        if key[:1] != "_" and isinstance(value, Tensor | dict | list | tuple)
         for place, tensor in enumerate(_tensors(value))
     }
 
@@ -962,44 +936,38 @@ def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
     return tensor.shape[:1] in ((n,), (n * k,)) and not is_named
 
 
-def _places_in(value: Any, rows: int, place: int | None = None) -> Iterator[tuple[Tensor, int]]:
-    """Yield the tensors inside the innermost lists of all rows of a batch, and their places."""
-    if isinstance(value, Tensor):
-        if place is not None:
-            yield value, place
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _places_in(part, rows, place)
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from _places_in(part, rows, i if len(value) == rows else place)
+def _lists_of_rows(value: Any, rows: int) -> list[list[list[Tensor]]]:
+    """Return the innermost lists of all rows of a batch, each row as its tensors."""
+    parts = value.values() if isinstance(value, Mapping) else value
+    parts = parts if isinstance(value, Mapping | list | tuple) else ()
+    found = [rows_of for part in parts for rows_of in _lists_of_rows(part, rows)]
+    if not found and isinstance(value, list | tuple) and len(value) == rows:
+        found = [[list(_tensors_in(part, 5)) for part in value]]
+    return found
 
 
-def _mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+_NESTED = (dict, tuple, list, slice)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return nested containers of plain types with `function` of their leaves, also of slices."""
-    if type(value) is slice:
-        ends = zip(*[(v.start, v.stop, v.step) for v in (value, *others)], strict=True)
-        return slice(*[_mapped(function, *end) for end in ends])
     if isinstance(value, dict):
-        return {k: _mapped(function, v, *[o[k] for o in others]) for k, v in value.items()}
-    if not isinstance(value, tuple | list):
-        return function(value, *others)
-    parts = [_mapped(function, *part) for part in zip(value, *others, strict=True)]
+        return dict(zip(value, _mapped(function, [*value.values()]), strict=True))
+    parts = [value.start, value.stop, value.step] if isinstance(value, slice) else value
+    parts = [_mapped(function, v) if isinstance(v, _NESTED) else function(v) for v in parts]
+    if isinstance(value, slice):
+        return slice(*parts)
     return parts if type(value) is list else tuple(parts)
 
 
 def _leaves(value: Any) -> list[Any]:
     found = list[Any]()
-    _mapped(found.append, value)
+    _mapped(found.append, [value])
     return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _numbers(value: Any) -> list[float]:
-    return [leaf for leaf in _leaves(value) if type(leaf) in (int, float)]
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:

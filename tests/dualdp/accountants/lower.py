@@ -60,17 +60,10 @@ def flux(deficit, surplus):
         lifted = np.sqrt(half[:, :-1] * half[:, 1:])
         lifted[(below == 0) | (above == 0)] = 0.0
 
-    def usage(lifted):
-        total = np.zeros_like(deficit)
-        total[:, :-1] += lifted * below
-        total[:, 1:] += lifted * above
-        return total
-
-    for _ in range(3):  # towards full use of every cell
-        total = usage(lifted)
-        total[total <= 0] = 1.0
-        lifted = lifted * 2 / (total[:, :-1] + total[:, 1:])
-    total = np.maximum(usage(lifted) * (1 + 1e-14), 1.0)
+    total = np.zeros_like(deficit)
+    total[:, :-1] += lifted * below
+    total[:, 1:] += lifted * above
+    total = np.maximum(total * (1 + 1e-14), 1.0)
     lifted = lifted / np.maximum(total[:, :-1], total[:, 1:])
     return lifted * below, lifted * above
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histories: what is refused changes nothing, states travel and merge, names are registered."""
+"""Histories: what is refused changes nothing, states travel and merge; names; the root finder."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import math
 import pytest
 
 from dualdp import AccountingError, accountants, mechanisms
+from dualdp.accountants.base import largest_count, last_within, smallest_scale
 from dualdp.accountants.solve import get_epsilon
 from tests.dualdp.accountants.test_pld import account
 
@@ -53,11 +54,11 @@ def test_state_travels_as_json_and_histories_merge():
     made.compose(mechanisms.MassTable((0.6, 0.4), (0.4, 0.6)), 2)
     loaded = accountants.create("pld")
     loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert loaded == made
+    assert loaded.state_dict() == made.state_dict()
     assert loaded.get_epsilon(delta=1e-5) == made.get_epsilon(delta=1e-5)
     merged = account((1.0, 0.01, 50))
     merged.merge(account((1.0, 0.01, 50), (1.1, 0.02, 5)))
-    assert merged == account((1.0, 0.01, 100), (1.1, 0.02, 5))
+    assert merged.state_dict() == account((1.0, 0.01, 100), (1.1, 0.02, 5)).state_dict()
     half = account((1.0, 0.1, 5), sampler="balls_in_bins")
     half.merge(account((1.0, 0.1, 5), sampler="balls_in_bins"))
     assert len(half) == 15  # the first half epoch counts whole
@@ -115,3 +116,36 @@ def test_another_accountant_can_be_registered():
     finally:
         del accountants.base.TABLE["twice"]
     assert type(accountants.create("prv")) is accountants.PLDAccountant
+
+
+def test_a_search_evaluates_what_it_returns():
+    asked = []
+
+    def spent(noise):
+        asked.append(noise)
+        return 3 / noise if noise else math.inf
+
+    for target in (1e-3, 0.7, 3.0, 90.0):
+        asked.clear()
+        found = smallest_scale(spent, target, 1e-5)
+        assert found in asked
+        assert len(asked) == len(set(asked)) < 25
+        assert 3 / found <= target <= 3 / found * (1 + 1e-9)
+    assert smallest_scale(lambda noise: 0.0, 1.0, 1e-5) == 0
+    assert smallest_scale(lambda noise: 1e-9 / noise if noise else math.inf, 1e9, 0.1) < 1e-8
+
+
+def test_whole_numbers_are_found_to_the_last():
+    """The largest that is affordable, for every budget up to a hundred."""
+    for budget in range(1, 100):
+        asked = []
+
+        def height(k, budget=budget, asked=asked):
+            asked.append(k)
+            return math.log(k / (budget + 0.5))
+
+        assert last_within(1, 1000, height, whole=True) == budget
+        assert len(asked) < 40
+        assert largest_count(lambda k, most=budget + 0.5: k / most, 1.0, 1e9) == budget
+    assert largest_count(lambda k: k, 0.5, 1e9) == 0
+    assert largest_count(lambda k: 0.0, 1.0, 1e9) is None

@@ -5,8 +5,8 @@ import mpmath as mp
 import numpy as np
 import pytest
 
-from dualdp import accountants
-from dualdp.accountants import closed_forms
+from dualdp.accountants import pld
+from tests.dualdp.accountants.test_pld import account
 
 SIGMAS = [0.01, 0.3, 1.0, 1.9, 2.1, 10.0, 1e3, 3e4, 1e6, 1e8, 1e10, 1e12]
 DELTAS = [0.1, 1e-5, 1e-10, 1e-15, 1e-100]
@@ -50,8 +50,7 @@ def check(epsilon, delta, truth):
 @pytest.mark.parametrize("delta", DELTAS)
 def test_closed_forms_are_never_below_the_truth(sigma, delta):
     mu = 1 / mp.mpf(sigma)
-    made = accountants.create("pld")
-    made.step(noise_multiplier=sigma, sample_rate=1.0)
+    made = account((sigma, 1.0))
     check(made.get_epsilon(delta=delta), delta, lambda e: gaussian_delta(mu, e))
     for epsilon in (0.0, 0.5 / sigma, 3.0 / sigma, 20.0 / sigma):
         truth = gaussian_delta(mu, mp.mpf(epsilon))
@@ -62,8 +61,7 @@ def test_closed_forms_are_never_below_the_truth(sigma, delta):
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("rate", RATES)
 def test_one_subsampled_step_is_never_below_the_truth(sigma, rate):
-    made = accountants.create("pld")
-    made.step(noise_multiplier=sigma, sample_rate=rate)
+    made = account((sigma, rate))
     for delta in DELTAS[:-1]:
         truth = lambda e: one_step_delta(mp.mpf(sigma), mp.mpf(rate), e)  # noqa: E731
         check(made.get_epsilon(delta=delta), delta, truth)
@@ -74,5 +72,5 @@ def test_mills_slope_is_exact_on_both_sides_of_its_seam():
         exact = 1 - mp.mpf(x) * mp.sqrt(mp.pi / 2) * mp.e ** (mp.mpf(x) ** 2 / 2) * mp.erfc(
             mp.mpf(x) / mp.sqrt(2)
         )
-        found = closed_forms.mills_slope(np.array([x]))[0]
+        found = pld.mills_slope(np.array([x]))[0]
         assert float(found / exact) == pytest.approx(1.0, abs=1e-12)

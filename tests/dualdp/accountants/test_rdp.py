@@ -13,6 +13,7 @@ from dualdp.accountants.rdp import rdp_to_epsilon
 from dualdp.accountants.solve import get_epsilon, get_noise_multiplier
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower
+from tests.dualdp.accountants.test_pld import account
 
 RUN = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
 
@@ -31,8 +32,7 @@ def test_published_curves(monkeypatch):
     """At the others the published digits are too large, as docs/accounting.md says."""
     row = cases.PUBLISHED["rdp_vector"]
     monkeypatch.setattr(rdp, "ORDERS", np.array(row["orders"]))
-    made = accountants.create("rdp")
-    made.step(noise_multiplier=2.5, sample_rate=0.01, num_steps=50)
+    made = account((2.5, 0.01, 50), name="rdp")
     assert made.rdp()[2:] == pytest.approx(row["rdp"][2:], rel=1e-5)
     assert np.all(made.rdp()[:2] < row["rdp"][:2])
 
@@ -40,9 +40,7 @@ def test_published_curves(monkeypatch):
 def test_published_order(monkeypatch):
     row = cases.PUBLISHED["opacus_rdp_doctest"]
     monkeypatch.setattr(rdp, "ORDERS", np.arange(2.0, 33.0))
-    made = accountants.create("rdp")
-    for rate, sigma, steps in row["history"]:
-        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
+    made = account(*((sigma, rate, steps) for rate, sigma, steps in row["history"]), name="rdp")
     assert made.get_epsilon(delta=1e-5) == pytest.approx(row["epsilon"], abs=5e-4)
     best = int(np.flatnonzero(rdp.ORDERS == row["order"])[0])
     alone = rdp_to_epsilon(rdp.ORDERS[[best]], made.rdp()[[best]], 1e-5)
@@ -85,8 +83,7 @@ def test_other_curves():
 
 
 def test_bounds_and_their_inverse():
-    made = accountants.create("rdp")
-    made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=3)
+    made = account((1.0, 0.1, 3), name="rdp")
     epsilon = made.get_epsilon(delta=1e-5)
     assert made.epsilon_bounds(delta=1e-5) == (0.0, epsilon, epsilon)
     assert made.get_delta(epsilon=epsilon) == pytest.approx(1e-5, rel=1e-6)
@@ -127,8 +124,7 @@ def test_gdp_of_full_batches_is_exact():
 
 def test_the_central_limit_is_below_the_truth():
     run = {"noise_multiplier": 0.7, "sample_rate": 1e-3, "num_steps": 1000}
-    made = accountants.create("pld")
-    made.step(**run)
+    made = account(tuple(run.values()))
     assert lower(made, 1e-5) > 2.2 * gdp_epsilon(**run, delta=1e-5)
 
 

@@ -6,15 +6,24 @@ import pytest
 from scipy import stats
 
 from dualdp.audit.canaries import (
-    Audit,
     Guesses,
     audit,
     curve_inverse,
+    excess,
     gaussian_inverse,
     guesses_at,
-    p_value,
 )
 from tests.numpy_step import NumpyStep
+
+
+def p_value(guesses, inverse):
+    """The largest level at which a claim is not refuted, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        is_refuted = excess(guesses, middle, inverse) > 0
+        low, high = (low, middle) if is_refuted else (middle, high)
+    return high
 
 
 def test_p_values_grow_with_the_claim_and_shrink_with_success():
@@ -24,6 +33,7 @@ def test_p_values_grow_with_the_claim_and_shrink_with_success():
     by_success = [p_value(Guesses(300, 200, v), claim) for v in (100, 120, 140, 160, 190)]
     assert by_success == sorted(by_success, reverse=True)
     assert p_value(Guesses(300, 200, 0), claim) == 1
+    assert 0 < by_success[-1] < 0.01
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0])
@@ -33,8 +43,7 @@ def test_p_values_of_the_gaussian_mechanism_are_rarely_small(mu):
     for _ in range(150):
         included = rng.random(300) < 0.5
         scores = mu * included + rng.normal(size=300)
-        p = p_value(guesses_at(scores, included, 100), gaussian_inverse(mu))
-        small += p < 0.05
+        small += excess(guesses_at(scores, included, 100), 0.05, gaussian_inverse(mu)) > 0
     assert stats.binom.sf(small - 1, 150, 0.05) > 1e-4
 
 
@@ -78,8 +87,11 @@ def test_gross_faults_are_refuted(fault):
 
 
 def test_a_claim_is_refuted_at_the_false_alarm_rate():
-    assert not Audit(2.0, 1e-5, 1.0, 2e-6, 0.95, 1e-6, 10).is_refuted
-    assert Audit(2.0, 1e-5, 1.0, 5e-7, 0.95, 1e-6, 10).is_refuted
+    """Twenty right guesses are rare, and not as rare as one run in a million."""
+    step = NumpyStep("clipping off", noise_multiplier=4.0)
+    sizes = {"num_steps": 20, "num_canaries": 20, "sample_rate": 0.1, "seed": 0}
+    assert not audit(step, **sizes, false_alarm=1e-6).is_refuted
+    assert audit(step, **sizes, false_alarm=0.5).is_refuted
 
 
 @pytest.mark.parametrize(

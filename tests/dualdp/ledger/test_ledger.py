@@ -29,10 +29,10 @@ def release(ledger, step, below=3, rows=50):
     return ledger.record(step, noisy_fraction=fraction)
 
 
-def run(plan, stop, **options):
+def run(plan, steps=8, path=None):
     """A ledger of the first steps."""
-    ledger = dualdp.Ledger(plan, **options)
-    for step in range(stop):
+    ledger = dualdp.Ledger(plan, path=path)
+    for step in range(steps):
         release(ledger, step)
     return ledger
 
@@ -167,11 +167,14 @@ def test_a_resumed_run_ends_where_the_record_ends(tmp_path, caplog):
         ledger.record(ledger.end)
 
 
-def test_a_recalibrated_run_ends_with_its_plan(tmp_path):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_recalibrated_run_ends_with_its_plan(at_once, tmp_path):
     plan = make(target_epsilon=make().epsilon() + 1e-9, accountant="rdp")
     ledger = run(plan, 40, path=tmp_path / "ledger")
     ledger.close()
-    again = dualdp.Ledger.resume(ledger.path, plan=plan, step=10, recalibrate=True)
+    again = dualdp.Ledger.resume(ledger.path, plan=plan, step=10, recalibrate=at_once)
+    if not at_once:
+        again.recalibrate()
     assert again.end == 100
     scale = again.segments[-1].noise_scale
     assert scale > 1.05

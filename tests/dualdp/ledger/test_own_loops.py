@@ -16,7 +16,7 @@ def test_a_release_is_taken_once():
     plan = make()
     ledger = dualdp.Ledger(plan)
     release(ledger, 0)
-    loop = open_loop(plan, ledger)
+    loop = open_loop(ledger)
     assert loop_of(plan) is loop
     made = [release(ledger, 1), release(ledger, 2)]
     assert loop.take(2) == made[1]
@@ -29,28 +29,34 @@ def test_a_release_is_taken_once():
 def test_a_bound_that_adapts_is_that_of_the_line():
     plan = make(max_grad_norm=AdaptiveNorm(0.1))
     ledger = dualdp.Ledger(plan)
-    loop = open_loop(plan, ledger)
+    loop = open_loop(ledger)
     made = [release(ledger, step) for step in range(3)]
     assert [loop.take(step) for step in (2, 0, 1)] == [made[2], made[0], made[1]]
 
 
-def test_a_loop_lives_as_long_as_its_ledger():
+@pytest.mark.parametrize("end", ["closed", "gone"])
+def test_a_loop_lives_as_long_as_its_ledger(end):
     plan = make()
-    ledger = dualdp.Ledger(plan)
-    loop = open_loop(plan, ledger)
-    del ledger
-    gc.collect()
-    with pytest.raises(dualdp.AccountingError, match="this loop has ended with its engine"):
-        loop.take(0)
-    del loop
+    ledger = open_loop(dualdp.Ledger(plan))
+    release(ledger, 0)
+    assert loop_of(plan) is ledger
+    if end == "closed":
+        ledger.close()
+        with pytest.raises(dualdp.AccountingError, match="step=0 has no release on record"):
+            ledger.take(0)
+    else:
+        del ledger
+        gc.collect()
     assert loop_of(plan) is None
+    with pytest.raises(dualdp.AccountingError, match="Noise of 1 releases was asked for, and 0 ar"):
+        take_any(1)
 
 
 def test_the_loop_opened_last_is_that_of_the_plan():
     """A notebook's cell that was run twice."""
     plan, other = make(), make()
     ledgers = [dualdp.Ledger(plan) for _ in range(2)]
-    _, second = (open_loop(plan, ledger) for ledger in ledgers)
+    _, second = map(open_loop, ledgers)
     assert loop_of(plan) is second
     assert loop_of(other) is None
 
@@ -58,8 +64,8 @@ def test_the_loop_opened_last_is_that_of_the_plan():
 def test_releases_of_all_loops_are_taken_once():
     plans = make(), make(seed=3)
     ledgers = [dualdp.Ledger(plan) for plan in plans]
-    for plan, ledger in zip(plans, ledgers, strict=True):
-        open_loop(plan, ledger)
+    for ledger in ledgers:
+        open_loop(ledger)
     made = [release(ledger, step) for ledger in ledgers for step in (0, 1)]
     with pytest.raises(dualdp.AccountingError, match="Noise of 5 releases was asked for, and 4 ar"):
         take_any(5)
@@ -75,7 +81,7 @@ def test_a_fork_takes_nothing_that_its_parent_recorded():
     """Both would draw noise for one release on record."""
     plan = make()
     ledger = dualdp.Ledger(plan)
-    loop = open_loop(plan, ledger)
+    loop = open_loop(ledger)
     made = [release(ledger, 0), release(ledger, 1)]
     assert loop.take(0) == made[0]
     assert "step=1 has no release on record" in in_a_fork(lambda: loop.take(1))

@@ -14,21 +14,13 @@ from dualdp.ledger.verify import verify
 from dualdp.plan import accounting
 from dualdp.plan.accounting import Segment
 from dualdp.plan.schedules import AdaptiveNorm
-from tests.dualdp.ledger.test_ledger import release
+from tests.dualdp.ledger.test_ledger import release, run
 
 
 def plan_of(**changes):
     numbers = {"noise_multiplier": 1.0, "max_grad_norm": 1.5, "delta": 1e-5}
     sizes = {"num_examples": 1000, "expected_batch_size": 50, "num_steps": 20}
     return PrivacyPlan(**{**sizes, **numbers, **changes})
-
-
-def run(plan, steps=8, path=None):
-    """A ledger of so many steps."""
-    ledger = Ledger(plan, path=path)
-    for step in range(steps):
-        release(ledger, step)
-    return ledger
 
 
 def finding(found, name):

@@ -7,22 +7,15 @@ import math
 import numpy as np
 import pytest
 
-import dualdp
 from dualdp import accountants, correlated, mechanisms
 from dualdp.plan import accounting
+from tests.dualdp.plan import test_accounting
+from tests.dualdp.plan.test_accounting import modes
 
-BASE = {
-    **{"num_examples": 60, "expected_batch_size": 10, "num_steps": 15, "noise_multiplier": 2.0},
-    **{"max_grad_norm": 1.5, "delta": 1e-5, "sampler": "balls_in_bins", "seed": 3},
-}
-BAND = correlated.band((1.0, 0.5, 0.25))
 FAMILIES = {
     "identity": correlated.band((1.0,)),
-    "band": BAND,
-    "bisr": correlated.bisr(bands=3),
-    "signed": correlated.window((1.0, 0.6, -0.3)),
     "root": correlated.square_root(),
-    "blt": correlated.blt(decays=(0.9, 0.4), scales=(0.3, 0.2)),
+    **{name: strategy for name, strategy in test_accounting.FAMILIES.items() if strategy},
 }
 #: Epsilon by Monte Carlo, and ours, at n = 400, b = 100, delta = 1e-3 and one times the noise.
 TABLE = {
@@ -33,17 +26,7 @@ TABLE = {
 
 
 def make(**changes):
-    return dualdp.PrivacyPlan(**{**BASE, **changes})
-
-
-def modes(column, steps, gap):
-    """(gap, steps) what a unit of each bin may add to each row, by plain loops."""
-    return np.array(
-        [
-            [sum(abs(column[t - j]) for j in range(i, t + 1, gap)) for t in range(steps)]
-            for i in range(min(gap, steps))
-        ]
-    )
+    return test_accounting.make(**{"sampler": "balls_in_bins", "num_steps": 15, **changes})
 
 
 def deltas(rng, mode, stddev, epsilon, samples):

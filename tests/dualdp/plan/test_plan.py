@@ -139,11 +139,8 @@ def test_a_shuffled_pass_is_accounted_as_one_pass(examples, size):
         assert plan.epsilon(step=of_pass * (passes - 1) + 1) == plan.epsilon()
 
 
-def test_calibrate_meets_the_target_and_never_exceeds_it():
+def test_calibrate_needs_an_end_and_no_noise():
     arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
-    plan = dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, seed=1, **arguments)
-    assert 2.9 < plan.epsilon() <= 3.0
-    assert plan.seed == 1
     with pytest.raises(ValueError, match="noise_multiplier and target_epsilon came together"):
         dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **BASE)
     with pytest.raises(TypeError, match="num_steps=None. Expected an integer"):
@@ -166,6 +163,7 @@ def test_calibrate_meets_the_target_and_never_exceeds_it():
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
         ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm is a list of 2 bounds. Expected one number"),
         ({"delta": 0}, "delta=0 is out of range"),
+        ({"delta": 0.5}, "delta=0.5 is above 1 / num_examples = 0.001: an example published"),
         ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),
         ({"max_batch_size": 70}, "max_batch_size=70 with sampler='poisson'"),
         ({"sampler": "truncated_poisson"}, "max_batch_size=None with sampler='truncated_poisson'"),
@@ -179,6 +177,9 @@ def test_calibrate_meets_the_target_and_never_exceeds_it():
         ({"seed": "abc"}, "seed='abc' is a str"),
         ({"target_epsilon": -1.0}, "target_epsilon=-1.0 is out of range"),
         ({"on_budget": "warn"}, "on_budget='warn' is unknown. Expected one of raise"),
+        ({"unit": "person"}, "unit='person' is unknown. Expected one of example, user"),
+        ({"unit": "user"}, "rows_per_unit is missing beside unit='user'"),
+        ({"unit": "user", "rows_per_unit": 0}, "rows_per_unit=0 is out of range"),
     ],
 )
 def test_bad_arguments_are_one_sentence(changes, message):
@@ -192,11 +193,6 @@ def test_secure_plans_have_no_seed_and_account_their_grid():
         make(noise="secure", seed=3)
     plan = make(noise="secure", accountant="pld")
     assert plan.epsilon() > make(accountant="pld").epsilon()
-    base = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
-    for adaptive in (1.0, schedules.AdaptiveNorm(1.0, count_noise_multiplier=10.0)):
-        changes = {"accountant": "pld", "noise": "secure", "max_grad_norm": adaptive}
-        found = dualdp.PrivacyPlan.calibrate(target_epsilon=2.0, **{**base, **changes})
-        assert 1.99 < found.epsilon() <= 2.0
 
 
 def test_secure_batches_come_from_the_cipher():
@@ -236,9 +232,9 @@ RUN = {
 @pytest.mark.parametrize(
     ("use", "most", "files"),
     [
-        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 10),
-        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 7),
-        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 12),
+        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 8),
+        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 6),
+        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 8),
     ],
     ids=["epsilon", "new", "calibrate"],
 )

@@ -139,19 +139,6 @@ def test_a_plan_of_users_is_accounted_as_dp_sgd_on_users():
     assert run.epsilon() == dataclasses.replace(run, rows_per_unit=1).epsilon()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"unit": "person"}, "unit='person' is unknown. Expected one of example, user"),
-        ({"rows_per_unit": None}, "rows_per_unit is missing beside unit='user'"),
-        ({"rows_per_unit": 0}, "rows_per_unit=0 is out of range"),
-    ],
-)
-def test_wrong_units_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        plan(**changes)
-
-
 def test_rows_of_a_data_set_are_each_held_once():
     rows = rows_of_data(USERS, 10)
     again = rows_of_data(rows, 10)

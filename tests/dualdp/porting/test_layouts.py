@@ -126,6 +126,15 @@ def test_attention_that_differs_is_refused(options, heads, message):
         port.to_jax(net, like=params)
 
 
-def test_a_line_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"'weight\[1of4\]' is no line of LAYOUTS"):
-        layouts.Term.parse("weight[1of4]")
+@pytest.mark.parametrize(
+    "paths",
+    [
+        "blocks/0/1/w params/blocks_0/layers_1/w blocks/layers/0/layers/1/w blocks_0/layers/1/w",
+        "layers/0/w layers_0/w layers/layers_0/w params/0/w",
+        "rnn/l0/w rnn_l0/cell/w rnn/cell/w rnn/w rnn/l0/forward_rnn/cell/w rnn/forward_rnn/cell/w",
+        "rnn/l0_reverse/w rnn_l0_reverse/cell/w rnn/backward_rnn/cell/w rnn_l0/backward_rnn/cell/w",
+        "rnn/l1_reverse/w rnn_l1_reverse/w rnn_l1/backward_rnn/cell/w rnn/l1/backward_rnn/cell/w",
+    ],
+)
+def test_paths_of_one_module_have_one_form(paths):
+    assert len({layouts.canonical(path) for path in paths.split()}) == 1

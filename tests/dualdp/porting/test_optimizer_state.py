@@ -9,21 +9,43 @@ import pytest
 import torch
 from torch import nn
 
+import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import port
+from dualdp import checkpoint, port
+from dualdp_jax.checkpoint import single_file as jax_file
+from dualdp_torch.checkpoint import single_file as torch_file
+from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
 
+#: Name -> torch's class and settings, and optax's transformation with the same updates.
 CASES = {
-    "sgd": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {}, optax.sgd(0.01)),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, optax.sgd(0.01, momentum=0.9)),
     "nesterov_decay": (
         torch.optim.SGD,
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.01, 0.9, nesterov=True)),
     ),
-    "dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
-    "adam": (torch.optim.Adam, {"betas": (0.8, 0.95), "eps": 1e-3}),
-    "adam_l2": (torch.optim.Adam, {"weight_decay": 0.1}),
-    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
-    "adam_bc": (dpt.AdamBC, {"weight_decay": 0.1, "floor": 0.1}),
+    "dampening": (
+        torch.optim.SGD,
+        {"momentum": 0.9, "dampening": 0.3},
+        optax.chain(optax.scale(0.7), optax.sgd(0.01, 0.9)),
+    ),
+    "adam": (
+        torch.optim.Adam,
+        {"betas": (0.8, 0.95), "eps": 1e-3},
+        optax.adam(0.01, 0.8, 0.95, eps=1e-3),
+    ),
+    "adam_l2": (
+        torch.optim.Adam,
+        {"weight_decay": 0.1},
+        optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)),
+    ),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}, optax.adamw(0.01, weight_decay=0.1)),
+    "adam_bc": (
+        dpt.AdamBC,
+        {"weight_decay": 0.1, "floor": 0.1},
+        dpj.adam_bc(0.01, weight_decay=0.1, floor=0.1),
+    ),
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 STEPS = 50
@@ -38,7 +60,7 @@ class Torch:
     """A layer, its optimizer and given gradients."""
 
     def __init__(self, case, dtype):
-        kind, options = CASES[case]
+        kind, options, self.optax = CASES[case]
         torch.manual_seed(0)
         self.model = nn.Linear(3, 4).to(getattr(torch, dtype))
         self.optimizer = kind(self.model.parameters(), lr=0.01, **options)
@@ -52,26 +74,66 @@ class Torch:
 
 
 class Jax:
-    """The same, with optax."""
+    """The same, with optax: its own transformation, or another one."""
 
-    def __init__(self, twin):
+    def __init__(self, twin, optimizer=None):
         like = {"kernel": np.zeros((3, 4), twin.values()[0].dtype), "bias": np.zeros(4)}
-        self.params = port.to_jax(twin.model, like=jax.tree.map(jnp.asarray, like))
-        self.optimizer = optax.with_extra_args_support(port.to_optax(twin.optimizer))
+        params = port.to_jax(twin.model, like=jax.tree.map(jnp.asarray, like))
+        self.optimizer = optax.with_extra_args_support(optimizer or twin.optax)
         self.noise = noise_for(twin.optimizer)
-        self.state = self.optimizer.init(self.params)
+        self.state = dpj.TrainState.create(params, self.optimizer)
         self.update = jax.jit(self._update)
 
-    def _update(self, grads, state, params):
-        updates, state = self.optimizer.update(grads, state, params, **self.noise)
-        return optax.apply_updates(params, updates), state
+    def _update(self, grads, state):
+        updates, new = self.optimizer.update(grads, state.opt_state, state.params, **self.noise)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=new)
 
     def step(self, grads):
         grads = {"kernel": jnp.asarray(grads[0].T), "bias": jnp.asarray(grads[1])}
-        self.params, self.state = self.update(grads, self.state, self.params)
+        self.state = self.update(grads, self.state)
 
     def values(self):
-        return [np.asarray(self.params["kernel"]).T, np.asarray(self.params["bias"])]
+        return [np.asarray(self.state.params["kernel"]).T, np.asarray(self.state.params["bias"])]
+
+
+#: What the document of a checkpoint has beside the optimizer's and the model's parts.
+DOCUMENT = {
+    **dict.fromkeys(checkpoint.RUN),
+    "bfloat16": [],
+    "settings": {"checks": 0.0},
+    "trained": ["bias", "kernel"],
+    "parameters": ["bias", "kernel"],
+}
+
+
+def to_jax(model, optimizer, like, position=1):
+    """State like `like` of what a checkpoint of torch would hold."""
+    tensors, described = torch_file.run_tensors(model, optimizer), named_state(optimizer, model)[1]
+    document = DOCUMENT | {
+        "stack": "torch",
+        "position": position,
+        "optimizer": described,
+        "layout": dpt.weights.description(model),
+        "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+    }
+    arrays = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+    arrays, _ = jax_file.converted(arrays, document, like, None)
+    return jax_file.restored_state(arrays, position, like)
+
+
+def to_torch(state, twin):
+    """Load what a checkpoint of JAX would hold into torch's layer and optimizer."""
+    arrays = {name: np.asarray(array) for name, array in jax_file.named_arrays(state).items()}
+    like = twin.model, twin.optimizer
+    arrays, document = torch_file.converted(arrays, DOCUMENT | {"stack": "jax"}, like, None)
+    tensors = {name: torch_file.to_tensor(array, False) for name, array in arrays.items()}
+    parts = {
+        part: {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
+        for part in ("params/", "optimizer/")
+    }
+    twin.model.load_state_dict(parts["params/"])
+    restorer(twin.optimizer, twin.model, parts["optimizer/"], document["optimizer"])()
 
 
 def gradients(dtype):
@@ -87,66 +149,42 @@ def assert_close(ours, theirs, dtype):
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, "float64") for case in CASES), ("adam", "float32")]
+    ("case", "dtype", "first"),
+    [
+        *((case, "float64", 1) for case in CASES),
+        ("adam", "float32", 1),
+        *((case, "float64", 0) for case in ("momentum", "adam_bc")),  # a fresh optimizer
+    ],
 )
-def test_50_updates_with_two_crossings_are_50_updates(case, dtype):
+def test_50_updates_with_two_crossings_are_50_updates(case, dtype, first):
     """To optax after 1 update, back to torch after 26: at the end, where torch alone would be."""
     with jax.enable_x64(dtype == "float64"):
         pure, run = Torch(case, dtype), Torch(case, dtype)
         for number, grads in enumerate(gradients(dtype)):
-            if number == 1:
+            if number == first:
                 here, run = run, Jax(run)
-                run.state = port.optimizer_to_jax(
-                    here.optimizer, here.model, like=run.state, params=run.params
-                )
+                run.state = to_jax(here.model, here.optimizer, run.state, position=number)
             if number == 26:
                 there, run = run, Torch(case, dtype)
-                run.model.load_state_dict(port.to_torch(there.params, like=run.model))
-                port.optimizer_to_torch(
-                    there.state, there.params, optimizer=run.optimizer, model=run.model
-                )
+                to_torch(there.state, run)
             pure.step(grads)
             run.step(grads)
             assert_close(run.values(), pure.values(), dtype)
 
 
-@pytest.mark.parametrize("case", ["momentum", "adam_bc"])
-def test_a_fresh_optimizer_crosses_too(case):
-    with jax.enable_x64(True):
-        pure = Torch(case, "float64")
-        run = Jax(pure)
-        run.state = port.optimizer_to_jax(
-            pure.optimizer, pure.model, like=run.state, params=run.params
-        )
-        for grads in gradients("float64"):
-            pure.step(grads)
-            run.step(grads)
-        assert_close(run.values(), pure.values(), "float64")
-
-
-def test_a_schedule_counts_on():
-    """optax's schedule beside SGD: torch keeps no count, so steps= says it."""
-    here = Torch("momentum", "float32")
-    there = Jax(here)
-    optimizer = optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9)
-    like = optimizer.init(there.params)
-    here.step(next(gradients("float32")))
-    with pytest.raises(ValueError, match=r"optax's 1/count counts updates, .* Expected steps="):
-        port.optimizer_to_jax(here.optimizer, here.model, like=like, params=there.params)
-    state = port.optimizer_to_jax(
-        here.optimizer, here.model, like=like, params=there.params, steps=7
-    )
-    assert [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()] == [7]
-
-
-def crossing(case, optimizer):
-    """A torch optimizer after a step into the state of an optax one."""
+@pytest.mark.parametrize(("case", "expected"), [("momentum", 7), ("adam", 1)])
+def test_counters_are_torchs_or_the_position(case, expected):
+    """SGD counts nothing, so a schedule beside it goes on at the run's position."""
     here = Torch(case, "float32")
+    optimizer = {
+        "momentum": optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9),
+        "adam": optax.adam(optax.linear_schedule(1.0, 0.0, 10)),
+    }[case]
+    like = Jax(here, optimizer).state
     here.step(next(gradients("float32")))
-    there = Jax(Torch("sgd", "float32"))
-    return port.optimizer_to_jax(
-        here.optimizer, here.model, like=optimizer.init(there.params), params=there.params
-    )
+    state = to_jax(here.model, here.optimizer, like, position=7)
+    counts = {int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == ()}
+    assert counts == {expected}
 
 
 @pytest.mark.parametrize(
@@ -168,45 +206,47 @@ def crossing(case, optimizer):
     ],
 )
 def test_other_optimizers_are_refused(case, optimizer, message):
+    here = Torch(case, "float32")
+    here.step(next(gradients("float32")))
     with pytest.raises(ValueError, match=message):
-        crossing(case, optimizer)
+        to_jax(here.model, here.optimizer, Jax(here, optimizer).state)
+
+
+NAMESAKE = type("AdamW", (torch.optim.SGD,), {"__module__": "elsewhere"})
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.Adagrad(p), "is a torch.optim.adagrad.Adagrad, whose state|Adagrad"),
-        (lambda p: torch.optim.RMSprop(p), "is a RMSprop, whose state can't be carried over"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "has amsgrad=True for 'the parameters'"),
-        (lambda p: torch.optim.SGD([{"params": [q]} for q in p], lr=1.0), "has 2 groups"),
+        (torch.optim.Adagrad, "is a Adagrad, whose state can't be carried over"),
+        (torch.optim.RMSprop, "is a RMSprop, whose state can't be carried over"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "has amsgrad=True for 'weight'"),
+        (lambda p: NAMESAKE(p, lr=0.1), "is a elsewhere.AdamW, whose state can't be carried over"),
     ],
 )
-def test_to_optax_refuses_what_optax_has_not(make, message):
+def test_what_optax_has_not_is_refused(make, message):
+    here = Torch("sgd", "float32")
     with pytest.raises(ValueError, match=message):
-        port.to_optax(make(list(nn.Linear(2, 2).parameters())))
+        to_jax(here.model, make(here.model.parameters()), Jax(here).state)
 
 
 def test_half_a_state_and_uneven_counts_are_refused():
     here = Torch("momentum", "float32")
-    like = Jax(here)
-    here.model.bias.requires_grad_(True)
     here.model.weight.grad = torch.ones(4, 3)
     here.optimizer.step()
     with pytest.raises(ValueError, match=r"lacks 'momentum_buffer' for \['bias'\]"):
-        port.optimizer_to_jax(here.optimizer, here.model, like=like.state, params=like.params)
+        to_jax(here.model, here.optimizer, Jax(here).state)
     here = Torch("adam", "float32")
-    like = Jax(here)
     here.step(next(gradients("float32")))
     here.optimizer.state[here.model.bias]["step"] += 1
     with pytest.raises(ValueError, match=r"have seen \[1, 2\] updates. Expected one number"):
-        port.optimizer_to_jax(here.optimizer, here.model, like=like.state, params=like.params)
+        to_jax(here.model, here.optimizer, Jax(here).state)
 
 
 def test_dampening_needs_a_first_step():
     here = Torch("dampening", "float32")
-    like = Jax(here)
     with pytest.raises(ValueError, match=r"lacks 'momentum_buffer' .* take a step first"):
-        port.optimizer_to_jax(here.optimizer, here.model, like=like.state, params=like.params)
+        to_jax(here.model, here.optimizer, Jax(here).state)
 
 
 def test_two_trained_biases_have_no_one_momentum():
@@ -217,34 +257,22 @@ def test_two_trained_biases_have_no_one_momentum():
     net = pairs.TorchNet(pair)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     params, _ = jax_net(pair, "linen", jnp.zeros(pair.x))
-    like = optax.sgd(0.1, momentum=0.9).init(params)
+    like = dpj.TrainState.create(params, optax.sgd(0.1, momentum=0.9))
     with pytest.raises(ValueError, match=r"layer.bias_hh_l0 \(16,\) is trained and has state"):
-        port.optimizer_to_jax(optimizer, net, like=like, params=params)
+        to_jax(net, optimizer, like)
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
-    nothing = optax.sgd(0.1).init(params)
-    assert port.optimizer_to_jax(plain, net, like=nothing, params=params) == nothing
+    nothing = dpj.TrainState.create(params, optax.sgd(0.1))
+    assert to_jax(net, plain, nothing).opt_state == nothing.opt_state
 
 
 def test_a_state_from_jax_lies_in_rows():
     """Fused kernels read memory in its order: moments of a transposed kernel were wrong there."""
     twin = Torch("adamw", "float32")
     jaxs = Jax(twin)
-    grads = [np.ones((4, 3), np.float32), np.ones(4, np.float32)]
-    jaxs.step(grads)
-    port.optimizer_to_torch(jaxs.state, jaxs.params, optimizer=twin.optimizer, model=twin.model)
+    jaxs.step([np.ones((4, 3), np.float32), np.ones(4, np.float32)])
+    to_torch(jaxs.state, twin)
     for state in twin.optimizer.state.values():
         assert state["exp_avg"].is_contiguous()
         assert state["exp_avg_sq"].is_contiguous()
-    assert all(
-        value.is_contiguous() for value in port.to_torch(jaxs.params, like=twin.model).values()
-    )
-
-
-def test_settings_may_be_tensors_and_namesakes_are_refused():
-    twin = Torch("sgd", "float32")
-    given = port.to_optax(torch.optim.SGD(twin.model.parameters(), lr=torch.tensor(0.5)))
-    updates, _ = given.update(jnp.ones(2), given.init(jnp.ones(2)))
-    np.testing.assert_allclose(updates, -0.5)
-    namesake = type("AdamW", (torch.optim.SGD,), {"__module__": "elsewhere"})
-    with pytest.raises(ValueError, match=r"is elsewhere.AdamW. Expected one of torch.optim"):
-        port.to_optax(namesake(twin.model.parameters(), lr=0.1))
+    back = port.to_torch(jaxs.state.params, like=twin.model)
+    assert all(value.is_contiguous() for value in back.values())

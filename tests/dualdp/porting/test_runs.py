@@ -133,11 +133,8 @@ def test_a_run_with_correlated_noise_switches_too(tmp_path):
     for other in ("jax", "torch"):
         (folder := tmp_path / other).mkdir()
         with jax.enable_x64(True):
-            run, one, two = (
-                Run(TWINS["mlp"], "sgd", folder, **CORRELATED),
-                folder / "1",
-                folder / "2",
-            )
+            run = Run(TWINS["mlp"], "sgd", folder, **CORRELATED)
+            one, two = folder / "1", folder / "2"
             run.on_torch(2, save=one)[1].detach()
             getattr(run, f"on_{other}")(5, load=one, save=two)[1].detach()
             ends.append(run.on_torch(STEPS, load=two))

@@ -10,6 +10,12 @@ from scipy import stats
 from dualdp.randomness import fresh_bits, grid_noise
 
 KEY = bytes(range(32))
+FINE = 2.0**47  # cells so small that rounding to them does not show
+
+
+def normals(size, **options):
+    """Secure noise before it is rounded, nearly."""
+    return grid_noise.grid_noise(KEY, cells=FINE, size=size, **options) / FINE
 
 
 # ---------------------------------------------------------------------- the stream
@@ -34,7 +40,7 @@ def test_a_missing_package_is_named(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"noise='secure' needs .*dualdp\[secure\]"):
         grid_noise.words(KEY, 4)
     with pytest.raises(ModuleNotFoundError, match="needs the package cryptography"):
-        grid_noise.normals(KEY, 100_000, threads=2)
+        normals(100_000, threads=2)
 
 
 # ---------------------------------------------------------------------- normals
@@ -53,7 +59,7 @@ def test_the_tail_reaches_as_far_as_said():
 
 def test_secure_normals_are_normal():
     """Chi-square on the variance, KS on the shape, tails; a twin two per cent off is rejected."""
-    draws = grid_noise.normals(KEY, 1 << 21)
+    draws = normals(1 << 21)
 
     def accepted(x):
         spread = stats.chi2.cdf((x**2).sum(), x.size)
@@ -68,7 +74,7 @@ def test_secure_normals_are_normal():
 
 def test_secure_normals_are_independent():
     """Over lags, the two numbers of one pair (half a block apart) and blocks; squares too."""
-    draws = grid_noise.normals(KEY, 1 << 20)
+    draws = normals(1 << 20)
     limit = 5 / np.sqrt(draws.size)
     for lag in (1, 2, 16, grid_noise.BLOCK // 2, grid_noise.BLOCK):
         for x in (draws, draws**2 - 1):
@@ -81,11 +87,11 @@ def test_secure_normals_are_independent():
 def test_normals_do_not_depend_on_threads():
     """Nor on how many are drawn after them."""
     size = 3 * grid_noise.BLOCK + 101
-    one = grid_noise.normals(KEY, size, threads=1)
+    one = normals(size, threads=1)
     for threads in (2, 3, 7, None):
-        np.testing.assert_array_equal(grid_noise.normals(KEY, size, threads=threads), one)
-    np.testing.assert_array_equal(grid_noise.normals(KEY, 50_000), one[:50_000])
-    assert grid_noise.normals(KEY, 0).shape == (0,)
+        np.testing.assert_array_equal(normals(size, threads=threads), one)
+    np.testing.assert_array_equal(normals(50_000), one[:50_000])
+    assert normals(0).shape == (0,)
 
 
 # ---------------------------------------------------------------------- the grid
@@ -151,7 +157,7 @@ def test_the_key_is_the_end_of_the_bits():
 def test_secure_parts_are_those_of_the_whole():
     size, sizes = 100_003, {"cells": 1e6, "size": 100_003}  # ends inside a block
     whole = grid_noise.grid_noise(KEY, **sizes)
-    np.testing.assert_array_equal(whole, np.rint(grid_noise.normals(KEY, size) * 1e6))
+    np.testing.assert_array_equal(whole, np.rint(normals(size) * 1e6))
     for start, stop in [(0, size), (0, 10), (40_000, 40_000), (32_760, 32_780), (99_990, size)]:
         part = grid_noise.grid_noise(KEY, start=start, stop=stop, **sizes)
         np.testing.assert_array_equal(part, whole[start:stop])

@@ -16,6 +16,7 @@ from tests.dualdp_jax.checkpointed import (
     Y,
     arguments,
     assert_same,
+    interrupted,
     make_plan,
     params,
     saved,
@@ -37,12 +38,7 @@ class Net(nnx.Module):
 def test_an_nnx_module_in_bfloat16_goes_on_bitwise(tmp_path):
     path, model, optimizer = tmp_path / "run.ckpt", Net(nnx.Rngs(0)), optax.adam(0.1)
     run = {"loss_fn": lambda m, x, y: (m(x) - y) ** 2, "optimizer": optimizer, "data": (X, Y)}
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(params=model, plan=make_plan(), **run)
-    state = train(step, state, loader, 2)
-    dpj.save_checkpoint(path, state=state, engine=engine)
-    end = train(step, state, loader)
-    engine.detach()
+    end = interrupted(path, {**run, "params": model})
     arrays, document = checkpoint.read(path)
     assert {name for name in arrays if name.startswith("params/")} == {
         "params/layer.bias",
@@ -73,12 +69,7 @@ def test_frozen_leaves_equinox_and_odd_optimizers_come_back(tmp_path):
         "trainable": trainable,
         "params": tree,
     }
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(plan=make_plan(), **run)
-    state = train(step, state, loader, 2)
-    dpj.save_checkpoint(path, state=state, engine=engine)
-    end = train(step, state, loader)
-    engine.detach()
+    end = interrupted(path, run)
     like = dpj.TrainState.create(tree, optimizer, trainable)
     state, engine = dpj.load_checkpoint(path, like=like)
     step, state, loader = engine.resume(**run)

@@ -15,12 +15,13 @@ from tests.dualdp_jax.checkpointed import (
     STEPS,
     X,
     Y,
-    arguments,
     assert_same,
     load,
+    loaded,
     loss_fn,
     make_plan,
     params,
+    saved,
     start,
     train,
 )
@@ -69,18 +70,12 @@ def test_steps_that_run_again_are_further_releases(tmp_path):
 
 def test_two_resumed_runs_differ(tmp_path):
     """In noise and batches, from copies of one checkpoint, each with a ledger of its own."""
-    path = tmp_path / "run.ckpt"
     plan = make_plan(seed=None, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=30)
-    engine, step, state, loader = start(plan)
-    dpj.save_checkpoint(path, state=train(step, state, loader, 2), engine=engine)
-    engine.detach()
+    path = saved(tmp_path, 2, plan=plan)
     ends, drawn = [], []
     for name in "ab":
         copied = shutil.copy(f"{path}.ledger", tmp_path / f"{name}.ledger")
-        given = arguments()
-        like = dpj.TrainState.create(given["params"], given["optimizer"])
-        _, again = dpj.load_checkpoint(path, like=like, ledger=copied)
-        step, state, loader = again.resume(**given)
+        again, step, state, loader = load(path, copied)
         batch = next(iter(loader))
         state, _ = step(state, batch)
         ends.append(state.params["w"])
@@ -98,9 +93,7 @@ def test_a_resumed_run_may_be_recalibrated(tmp_path, monkeypatch):
     dpj.save_checkpoint(path, state=state, engine=engine)
     train(step, state, loader, 2)
     engine.detach()
-    given = arguments()
-    like = dpj.TrainState.create(given["params"], given["optimizer"])
-    _, again = dpj.load_checkpoint(path, like=like)
+    again, given = loaded(path)
     draw, drawn = NoiseSource.drawn, []
 
     def watched(source, sums, release, bits):
@@ -159,12 +152,8 @@ def noisy(example, key):
 )
 def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, before, after, text):
     """An optimizer without a state does not show which leaves it trains."""
-    path = tmp_path / "run.ckpt"
     usual = {"optimizer": optax.sgd(0.1), "loss_fn": of_view, "needs_key": False}
-    engine, step, state, loader = start(**usual, **before)
-    state = train(step, state, loader, 2)
-    dpj.save_checkpoint(path, state=state, engine=engine)
-    engine.detach()
+    path = saved(tmp_path, 2, **usual, **before)
     with pytest.raises(ValueError, match=text):
         load(path, **usual, **after)
     like = dpj.TrainState.create(params(), optax.sgd(0.1))

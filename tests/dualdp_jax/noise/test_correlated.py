@@ -10,16 +10,16 @@ from contextlib import nullcontext
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dualdp_jax as dpj
-from dualdp import AccountingError, PrivacyPlan, correlated
+from dualdp import AccountingError, correlated
 from dualdp.ledger.ledger import Release
 from dualdp.plan.correlated import filters
 from dualdp.randomness import fresh_bits, key_of, noise_bits, seeded_bits, threefry
 from dualdp_jax.noise import correlated as kept_noise
 from dualdp_jax.noise.noise import NoiseSource
+from tests.dualdp_jax import runs
 
 STEPS = 7
 STRATEGIES = {
@@ -36,21 +36,10 @@ families = pytest.mark.parametrize("name", ["window", "band", "blt"])
 
 
 def make_plan(strategy, **changes):
-    arguments = {
-        "num_examples": 60,
-        "expected_batch_size": 20,
-        "num_steps": STEPS,
-        "noise_multiplier": 1.5,
-        "max_grad_norm": 2.0,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "seed": 5,
-        "sampler": "fixed_order",
-        "neighboring_relation": "zero_out",
-        "correlation": strategy,
-        "noise": "portable",
-    }
-    return PrivacyPlan(**{**arguments, **changes})
+    given = {"expected_batch_size": 20, "num_steps": STEPS, "seed": 5, "noise": "portable"}
+    given |= {"noise_multiplier": 1.5, "max_grad_norm": 2.0, "correlation": strategy}
+    order = {"sampler": "fixed_order", "neighboring_relation": "zero_out"}
+    return runs.make_plan(**given | order | changes)
 
 
 def zeros(dtype="float32", sums=SUMS):
@@ -255,10 +244,7 @@ def settings(slope=0.0):
     return {
         "loss_fn": lambda p, x: slope * (p["b"].sum() + p["c"]) * x,
         "params": zeros(sums={"b": np.zeros((3, 5)), "c": np.zeros(())}),
-        "optimizer": optax.GradientTransformation(
-            lambda p: jax.tree.map(jnp.zeros_like, p),
-            lambda mean, _, p=None: (jax.tree.map(lambda x: 0 * x, mean), mean),
-        ),
+        "optimizer": runs.keeper(),
         "data": (np.ones(60, np.float32),),
         "checks": 0,
     }
@@ -355,7 +341,7 @@ def test_a_source_is_in_no_pickle_and_no_repr(name, tmp_path, monkeypatch):
         sources.append(NoiseSource(*arguments))
         return sources[-1]
 
-    monkeypatch.setattr("dualdp_jax.training.engine.NoiseSource", watched)
+    monkeypatch.setattr("dualdp_jax.training.step.NoiseSource", watched)
     path = tmp_path / "run.safetensors"
     engine, _ = run(plan, save=(STEPS - 1, path), ledger=tmp_path / "ledger")
     (source,) = sources

@@ -14,27 +14,19 @@ import pytest
 import dualdp_jax as dpj
 from dualdp import AccountingError, randomness
 from dualdp.ledger.ledger import Release
-from dualdp.plan.plan import NOISE, PrivacyPlan
+from dualdp.plan.plan import NOISE
 from dualdp.plan.schedules import AdaptiveNorm, Linear
 from dualdp.randomness import key_of, noise_bits, seeded_bits, threefry
 from dualdp_jax.noise import noise
 from dualdp_jax.noise.noise import NoiseSource, noised_mean
+from tests.dualdp_jax import runs
 
 KEY = np.asarray([0x01234567, 0xFEDCBA98], np.uint32)
 
 
 def make_plan(**changes):
-    arguments = {
-        "num_examples": 100,
-        "expected_batch_size": 20,
-        "num_steps": 3,
-        "noise_multiplier": 1.5,
-        "max_grad_norm": 2.0,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "seed": 5,
-    }
-    return PrivacyPlan(**{**arguments, **changes})
+    given = {"num_examples": 100, "expected_batch_size": 20, "num_steps": 3, "seed": 5}
+    return runs.make_plan(**given | {"noise_multiplier": 1.5, "max_grad_norm": 2.0} | changes)
 
 
 OPEN = []
@@ -341,7 +333,7 @@ def test_noise_inside_shard_map_is_refused():
 _RUN = """
 import sys, numpy as np, jax, jax.numpy as jnp, optax
 import dualdp, dualdp.jax as dpj
-from dualdp_jax.training import engine as module
+from dualdp_jax.training import step as module
 folder = sys.argv[1]
 jax.config.update("jax_compilation_cache_dir", folder)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

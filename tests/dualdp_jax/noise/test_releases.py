@@ -4,29 +4,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dualdp_jax as dpj
 from dualdp.ledger.ledger import Release
-from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import noise_bits
 from dualdp_jax.noise.noise import NoiseSource, noised_mean
+from tests.dualdp_jax import runs
 
 SUMS = {"w": jnp.zeros(2), "v": jnp.zeros(1)}
 
 
 def make_plan(**changes):
-    arguments = {
-        "num_examples": 1000,
-        "expected_batch_size": 50,
-        "num_steps": 10,
-        "noise_multiplier": 1.3,
-        "max_grad_norm": 0.7,
-        "delta": 1e-5,
-        "accountant": "rdp",
-    }
-    return PrivacyPlan(**{**arguments, **changes})
+    given = {"num_examples": 1000, "expected_batch_size": 50, "num_steps": 10, "seed": None}
+    return runs.make_plan(**given | {"noise_multiplier": 1.3, "max_grad_norm": 0.7} | changes)
 
 
 def declared(stddev, numbers):
@@ -82,20 +73,12 @@ def test_keys_inside_jit_share_no_noise():
     engine.detach()
 
 
-def keeper():
-    """An optimizer that keeps the noisy mean and moves nothing."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda mean, _, params=None: (jax.tree.map(lambda leaf: 0 * leaf, mean), mean),
-    )
-
-
 def test_runs_of_one_checkpoint_share_no_noise(tmp_path):
     """The same steps, from copies of one checkpoint and in the run that wrote it."""
     given = {
         "loss_fn": lambda p, x: 0.0 * (p["w"].sum() * x),
         "params": {"w": jnp.zeros(5000)},
-        "optimizer": keeper(),
+        "optimizer": runs.keeper(),
         "data": (np.ones(1000, np.float32),),
         "checks": 0,
     }
@@ -117,7 +100,7 @@ def test_runs_of_one_checkpoint_share_no_noise(tmp_path):
     for name in "ab":
         copied = tmp_path / f"{name}.ledger"
         copied.write_text(text)
-        like = dpj.TrainState.create(given["params"], keeper())
+        like = dpj.TrainState.create(given["params"], runs.keeper())
         _, again = dpj.load_checkpoint(tmp_path / "run", like=like, ledger=copied)
         steps(*again.resume(**given))
         again.detach()

@@ -11,10 +11,7 @@ import pytest
 from jax import lax
 
 import dualdp_jax as dpj
-from dualdp import UnsupportedLayerError
-from dualdp_jax.per_sample import jaxpr
 from dualdp_jax.per_sample.call import Options, build
-from dualdp_jax.per_sample.capture import capture
 
 N = 3
 
@@ -483,26 +480,13 @@ def test_uses_are_found_where_a_rule_holds(name):
     case = CASES[name]
     params, x = make(case)
     call = build(case.loss, params, (x,), Options())
-    found = []
-    jax.eval_shape(lambda rows: found.append(capture(call, rows)) or 0, call.rows)
-    assert len(found[0][2]) == case.uses
+    assert len(call.program.analysis.uses) == case.uses
 
 
 def test_parameters_in_aux_are_no_use():
     params, x = {"w": jnp.ones((3, 2))}, jnp.ones((N, 3))
     loss = lambda p, x: (squares(x @ p["w"]), {"w": p["w"] * 2, "x": x})  # noqa: E731
     call = build(loss, params, (x,), Options(has_aux=True))
-    _, aux, _, kept = capture(call, call.rows)
+    _, aux, _, kept = call.program.capture(call.parameters.trained, call.shared, call.rows)
     assert kept == {}
     np.testing.assert_array_equal(aux["w"], jnp.full((N, 3, 2), 2.0))
-
-
-def test_a_parameter_that_was_overlooked_is_an_error(monkeypatch):
-    params, x = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((N, 3))
-    loss = lambda p, x: squares(x @ p["w"] + p["b"])  # noqa: E731
-    call = build(loss, params, (x,), Options())
-    monkeypatch.setattr(jaxpr.Scope, "enter", lambda self, item: getattr(item, "value", item))
-    with pytest.raises(
-        UnsupportedLayerError, match=r"The parameters \['b'\] reach the loss by a way"
-    ):
-        capture(call, call.rows)

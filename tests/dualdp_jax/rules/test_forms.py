@@ -89,7 +89,8 @@ def used_twice(p, x):
 
 
 ONE, DOT = ("lengths", "gram", "gradients"), ("gram", "gradients")
-CONV, ROWS, TIED = ("gram", "patches", "offsets"), ("table", "sort"), ("pairs", "formed")
+CONV, TIED = ("gram", "patches", "offsets"), ("pairs", "formed")
+ROWS, COUNTS = ("rows",), ("counts",)  # of lookups; the sum of all rows needs their counts alone
 #: name: (loss, shape of the weight, batch, forms)
 CASES = {
     "one position": (dense, (7, 5), draw(N, 7), ONE),
@@ -106,7 +107,8 @@ CASES = {
     "image in a scan": (image_in_a_scan, (3, 3, 2, 2), draw(N, 4, 4, 2), CONV),
     "lookup": (lookup, (5, 6), words(5, 7), ROWS),
     "lookup of few": (lookup, (9, 3), words(3, 2, 4), ROWS),
-    "sum of rows": (lookup_sum, (5, 6), words(5, 7), ROWS),
+    "sum of rows": (lookup_sum, (5, 6), words(5, 7), COUNTS),
+    "sum of few": (lookup_sum, (9, 3), words(3, 6), COUNTS),
     "lookup in a scan": (lookup_in_a_scan, (5, 6), words(5, 4, 2), ROWS),
     "beyond the table": (lookup, (5, 6), words(7, 7), ROWS),
     "tied head": (tied_head, (7, 6), words(7, 5), TIED),
@@ -118,7 +120,7 @@ CLIPPING = ("flat", "per_layer", "automatic")
 GRID = [
     (name, form, clipping, "dropped")
     for number, (name, form) in enumerate((n, f) for n, case in CASES.items() for f in case[3])
-    for clipping in (CLIPPING if CASES[name][3] in (ONE, TIED) else CLIPPING[number % 3 :][:1])
+    for clipping in (CLIPPING[number % 3 :][:1] if CASES[name][3] in (DOT, CONV) else CLIPPING)
 ]
 GRID += [(name, case[3][-1], "flat", "kept") for name, case in CASES.items()]
 
@@ -189,8 +191,8 @@ FAULTS = {
     "patches of a convolution": (conv, "patches_of", lambda x: 0.9 * x, (CONV,), "patches"),
     "offsets of a convolution": (conv, "offset_grads", shifted, (CONV,), "offsets"),
     "sum of a convolution": (conv, "scaled", lambda x: 1.01 * x, (CONV,), ""),
-    "table of a lookup": (gather, "sq_norms_by_table", smaller, (ROWS,), "table"),
-    "sort of a lookup": (gather, "sq_norms_by_sort", smaller, (ROWS,), "sort"),
+    "norms of a lookup": (gather, "sq_norms_by_row", smaller, (ROWS,), ""),
+    "counts of a lookup": (gather, "of_lengths", smaller, (COUNTS,), ""),
     "sum of a lookup": (gather, "scaled", lambda x: 1.01 * x, (ROWS,), ""),
     "pairs of a tied matrix": (tied, "pairs", lambda x: 0.8 * x, (TIED,), "pairs"),
     "sum of a kept gradient": (gradients, "weighted_sum", lambda x: 1.01 * x, (TIED,), "formed"),

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.training import train_state
 
 import dualdp_jax as dpj
-from tests.dualdp_jax.runs import X, Y, loss_fn, make_plan, params, private
+from tests.dualdp_jax.runs import X, Y, loss_fn, make_plan, params, private, train
 
 SGD = optax.sgd(0.1)
 NUMBERS = {"expected_batch_size": 12, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
@@ -166,6 +166,10 @@ WRONG = {
         lambda: stateless(lambda g: jax.tree.map(lambda x: x @ x, g)),
         "optimizer.update failed on the noisy gradients, its state and params: .*L-BFGS",
     ),
+    "two sets of parameters": (
+        lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
+        r"update failed.*has no attribute '?fast.*optax.lookahead, goes into a loop of your own",
+    ),
     "value": (lambda: optax.lbfgs(0.1), "optimizer.update failed.*would look at the data again"),
 }
 
@@ -218,6 +222,5 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_usual_optimizers_are_taken(name):
     _, step, state, loader = with_optimizer(RIGHT[name], checks=0)
-    for batch in loader.remaining():
-        state, _ = step(state, batch)
+    state = train(step, state, loader)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dualdp_jax as dpj
-from dualdp.plan.plan import PrivacyPlan
+from tests.dualdp_jax.runs import make_plan
 
 RNG = np.random.default_rng(0)
 SHAPES = {"table": (5, 3), "w": (6, 4), "b": (4,)}
@@ -25,15 +25,7 @@ def loss(params, x, y):
 
 
 def plan():
-    return PrivacyPlan(
-        num_examples=20,
-        expected_batch_size=5,
-        num_steps=4,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        seed=1,
-    )
+    return make_plan(num_examples=20, expected_batch_size=5, num_steps=4)
 
 
 def host_calls(function, *arguments):

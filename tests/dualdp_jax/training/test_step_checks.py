@@ -17,10 +17,10 @@ import dualdp
 import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.ledger.verify import verify
-from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax.per_sample import clip, gradients, methods, squared_norms, tied
 from dualdp_jax.rules import RULES, arrays, gather
 from dualdp_jax.training import step
+from tests.dualdp_jax.runs import make_plan, train
 
 N, ROWS, STEPS = 64, 16, 220
 RNG = np.random.default_rng(5)
@@ -178,12 +178,12 @@ def only_the_last_chunk(patch):
     """Sums of earlier chunks are lost; the number of rows is right."""
 
     def wrong(run, inputs):
-        summed = right(run, inputs)
-        last = right(run, inputs._replace(parts=inputs.parts[-1:])).totals.sums
-        return summed._replace(totals=summed.totals._replace(sums=last))
+        totals, answers = right(run, inputs)
+        last, _ = right(run, inputs._replace(parts=inputs.parts[-1:]))
+        return totals._replace(sums=last.sums), answers
 
-    right = step.CompiledStep.total
-    patch.setattr(step.CompiledStep, "total", wrong)
+    right = step.PrivateStep.total
+    patch.setattr(step.PrivateStep, "total", wrong)
 
 
 class Fault(NamedTuple):
@@ -253,18 +253,9 @@ FAULTS = {
 
 
 def plan_of(**changes):
-    given = {
-        "num_examples": N,
-        "expected_batch_size": ROWS,
-        "num_steps": STEPS,
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 0.02,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "physical_batch_size": 24,
-        "seed": 4,
-    }
-    return PrivacyPlan(**{**given, **changes})
+    given = {"num_examples": N, "expected_batch_size": ROWS, "physical_batch_size": 24, "seed": 4}
+    given |= {"num_steps": STEPS, "noise_multiplier": 1.0, "max_grad_norm": 0.02}
+    return make_plan(**given | changes)
 
 
 def begin(model, method="auto", checks=None, plan=None, **changes):
@@ -462,6 +453,5 @@ def test_broken_examples_pass_their_check():
     x = x.copy()
     x[::3] = np.nan
     engine, step, state, loader = begin((params, loss, (x, y)), checks=1, plan=plan_of(num_steps=8))
-    for batch in loader.remaining():
-        state, _ = step(state, batch)
+    state = train(step, state, loader)
     assert engine.ledger.last_check == 7

@@ -10,10 +10,10 @@ import pytest
 import dualdp_jax as dpj
 from dualdp import units
 from dualdp.plan.batches import drawn_rows
-from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits
 from dualdp_jax.compat import wrap_key
 from tests.closeness import factors_of
+from tests.dualdp_jax import runs
 
 N, USERS, K, C = 60, 25, 3, 0.5
 RNG = np.random.default_rng(3)
@@ -43,19 +43,9 @@ def with_dropout(params, x, y, key):
 
 
 def plan(**changes):
-    arguments = {
-        "unit": "user",
-        "rows_per_unit": K,
-        "num_examples": USERS,
-        "expected_batch_size": 8,
-        "num_steps": 3,
-        "noise_multiplier": 0.8,
-        "max_grad_norm": C,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "seed": 5,
-    }
-    return PrivacyPlan(**arguments | changes)
+    of_users = {"unit": "user", "rows_per_unit": K, "num_examples": USERS}
+    given = {"expected_batch_size": 8, "num_steps": 3, "max_grad_norm": C, "seed": 5}
+    return runs.make_plan(**of_users | given | changes)
 
 
 def arguments(**changes):
@@ -64,14 +54,7 @@ def arguments(**changes):
 
 
 def start(run=None, **changes):
-    engine = dpj.PrivacyEngine()
-    return engine, *engine.make_private(plan=run or plan(), **arguments(**changes))
-
-
-def train(step, state, loader, num_steps=3):
-    for _, batch in zip(range(num_steps), loader.remaining(), strict=False):
-        state, _ = step(state, batch)
-    return state
+    return runs.private(plan=run or plan(), **arguments(**changes))
 
 
 def by_hand(params, run, steps, loss_fn=loss_fn, needs_key=False, x=X):
@@ -115,7 +98,7 @@ def test_training_is_autodiff_of_the_mean_of_each_user(case):
     engine, step, state, loader = start(
         run, loss_fn=loss, needs_key=needs_key, method=method, checks=float(bool(changes))
     )
-    start_, state = state.params, train(step, state, loader)
+    start_, state = state.params, runs.train(step, state, loader)
     assert engine.ledger.last_check == (2 if changes else None)
     assert engine.get_epsilon() == plan().epsilon()
     assert_close(state.params, by_hand(start_, plan(), 3, loss, needs_key))
@@ -133,14 +116,14 @@ def test_one_row_of_each_user_is_the_run_on_examples():
     ):
         given = {"users": users, "loss_fn": with_dropout}
         _, *parts = start(run, **given, needs_key=True, checks=0)
-        ends.append(train(*parts).params)
+        ends.append(runs.train(*parts).params)
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 def sum_of_users(x):
     run = plan(expected_batch_size=USERS, num_steps=1, noise_multiplier=0.0, physical_batch_size=25)
     engine, *parts = start(run, data=(x, Y), checks=0)
-    train(*parts, 1)
+    runs.train(*parts, 1)
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.stages().unprotected_sum)])
 
 
@@ -167,7 +150,7 @@ def test_users_without_rows_are_drawn_and_add_nothing():
     drawn = [c.indices[c.mask] for t in range(3) for c in loader.batch(t).chunks]
     assert all(rows.counts[np.concatenate(drawn)] > 0)
     assert sum(map(len, drawn)) < sum(len(run.batch_indices(t)) for t in range(3))
-    state = train(step, state, loader)
+    state = runs.train(step, state, loader)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 

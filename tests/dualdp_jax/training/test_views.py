@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-import dualdp_jax as dpj
-from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits
 from dualdp_jax.compat import wrap_key
+from tests.dualdp_jax import runs
+from tests.dualdp_jax.runs import train
 
 N, VIEWS = 40, 3
 RNG = np.random.default_rng(3)
@@ -38,17 +38,8 @@ def augment(example, key):
 
 
 def make_plan(**changes):
-    arguments = {
-        "num_examples": N,
-        "expected_batch_size": 8,
-        "num_steps": 4,
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 0.5,
-        "delta": 1e-3,
-        "accountant": "rdp",
-        "seed": 5,
-    }
-    return PrivacyPlan(**{**arguments, **changes})
+    given = {"num_examples": N, "expected_batch_size": 8, "num_steps": 4, "seed": 5}
+    return runs.make_plan(**given | {"noise_multiplier": 1.0} | changes)
 
 
 def arguments(**changes):
@@ -57,14 +48,7 @@ def arguments(**changes):
 
 
 def start(plan=None, **changes):
-    engine = dpj.PrivacyEngine()
-    return engine, *engine.make_private(plan=plan or make_plan(), **arguments(**changes))
-
-
-def train(step, state, loader, num_steps=4):
-    for _, batch in zip(range(num_steps), loader.remaining(), strict=False):
-        state, _ = step(state, batch)
-    return state
+    return runs.private(plan=plan or make_plan(), **arguments(**changes))
 
 
 def by_hand(params, plan, step, loss_fn, needs_key):
@@ -100,13 +84,6 @@ def test_views_are_averaged_before_the_clip(loss, rows):
             np.testing.assert_allclose(ours, truth, rtol=1e-3, atol=1e-5)
     other = make_plan().epsilon(step=2)
     assert engine.get_epsilon(delta=1e-3) == pytest.approx(other, rel=1e-9)
-
-
-def test_views_do_not_depend_on_the_chunks():
-    ends = [
-        train(*start(make_plan(physical_batch_size=rows), checks=0)[1:]).params for rows in (2, 40)
-    ]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *ends)
 
 
 def test_equal_views_are_the_example():

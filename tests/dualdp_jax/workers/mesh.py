@@ -29,6 +29,7 @@ from dualdp_jax.checkpoint.sharded import (
     save_sharded_checkpoint,
 )
 from dualdp_jax.noise import noise
+from tests.dualdp_jax.runs import keeper, train
 from tests.dualdp_jax.workers import launch
 from tests.dualdp_jax.workers.models import (
     BOUND,
@@ -42,7 +43,6 @@ from tests.dualdp_jax.workers.models import (
     mlp,
     place,
     plan,
-    train,
 )  # fmt: skip
 
 #: Shape and names of a mesh, axis that splits parameters, axes that split examples.
@@ -188,13 +188,9 @@ def _noise_alone(kind, mesh=None, split=None, steps=2, **changes):
     """What an optimizer that keeps the mean gets when the loss is constant: noise alone."""
     params = {"w": np.zeros((64, 48)), "b": np.zeros(16), "odd": np.zeros((5, 7))}
     model = params, lambda p, x, y: 0.0 * (p["w"].sum() + p["b"].sum() + p["odd"].sum()), mlp()[2]
-    keeper = optax.GradientTransformation(
-        lambda p: jax.tree.map(jnp.zeros_like, p),
-        lambda g, s, p=None: (jax.tree.map(lambda x: 0 * x, g), g),
-    )
     seed = None if kind == "secure" else 5
     run = plan(noise=kind, num_steps=steps, seed=seed, **changes)
-    _, step, state, loader = begin(model, mesh, split, run=run, optimizer=keeper)
+    _, step, state, loader = begin(model, mesh, split, run=run, optimizer=keeper())
     return train(step, state, loader).opt_state
 
 
@@ -262,7 +258,8 @@ def _programs(split, **changes):
     inputs = run.inputs(state.params, batch, np.zeros(2, np.uint32), 0.5)
     arrays, totals = inputs.arrays, run._nothing
     add = run._add.lower(arrays, inputs.parts[0], *inputs[2:], totals).compile()
-    collect, whole = run._collect.lower(totals).compile(), run.collected()
+    collect = run._collect.lower(totals).compile()
+    whole, _ = run.total(inputs._replace(parts=[]))
     release = engine.ledger.record(0)
     drawn = noise.NoiseSource(engine.plan).drawn(whole.sums, release, noise_bits(5, 0))
     stddev = np.float32(1)

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
-from dualdp import PrivacyPlan
+from dualdp_jax.parallel.mesh import whole
+from tests.dualdp_jax.runs import make_plan
 
 N, CLASSES, WORDS, LENGTH = 203, 4, 13, 6
 
@@ -111,17 +112,8 @@ def place(params, mesh, axis, dtype):
 
 
 def plan(**changes):
-    defaults = {
-        "num_examples": N,
-        "expected_batch_size": 24,
-        "num_steps": 50,
-        "noise_multiplier": 0.8,
-        "max_grad_norm": 0.5,
-        "delta": 1e-4,
-        "accountant": "rdp",
-        "seed": 5,
-    }
-    return PrivacyPlan(**{**defaults, **changes})
+    sizes = {"num_examples": N, "expected_batch_size": 24, "num_steps": 50}
+    return make_plan(**sizes | {"delta": 1e-4, "seed": 5} | changes)
 
 
 def arguments(model, mesh=None, split=None, dtype="float32", data_axes="data", **changes):
@@ -151,18 +143,8 @@ def begin(model, *where, run=None, ledger=None, accountant=None, **changes):
     return engine, *engine.make_private(plan=run or plan(), ledger=ledger, **given)
 
 
-def train(step, state, loader, num_steps=None):
-    for k, batch in enumerate(loader.remaining()):
-        if k == num_steps:
-            break
-        state, _ = step(state, batch)
-    return state
-
-
 def distance(ours, theirs):
     """Largest difference of two pytrees, relative to the largest number of each leaf."""
-    from dualdp_jax.parallel.mesh import whole
-
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     arrays = [(whole(a), whole(b)) for a, b in pairs]
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in arrays)

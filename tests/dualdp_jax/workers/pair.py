@@ -22,6 +22,7 @@ from dualdp.plan.schedules import AdaptiveNorm
 from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
 from dualdp_jax.parallel.mesh import DataMesh, whole
 from dualdp_jax.parallel.process_group import Group
+from tests.dualdp_jax.runs import train
 from tests.dualdp_jax.workers import launch, models
 from tests.dualdp_jax.workers.models import (
     BOUND,
@@ -32,7 +33,6 @@ from tests.dualdp_jax.workers.models import (
     mesh_of,
     mlp,
     place,
-    train,
 )  # fmt: skip
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[5])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dualdp import port
+from dualdp_tools.compare.torch_side import TorchRun
 
 
 def data_of(folder):
@@ -31,8 +31,8 @@ def test_a_run_that_changes_stacks_stays_with_both(compare, tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_hand_over_is_found(compare, monkeypatch):
-    """Without the optimizer's momentum the third run goes elsewhere."""
-    monkeypatch.setattr(port, "optimizer_to_jax", lambda *_, like, **__: like)
+    """With weights in place of the optimizer's momentum the third run goes elsewhere."""
+    monkeypatch.setattr(TorchRun, "momentum", TorchRun.parameters)
     code, words = compare("--steps", "4", "--switch-at", "2")
     assert code == 1
     assert "after step 3 the run that changed stacks differs by" in words

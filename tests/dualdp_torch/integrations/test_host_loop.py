@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import dualdp.torch as dpt
 from tests.distributed import hosts
+from tests.dualdp_torch.loop import start
 
 ROOT = Path(__file__).parents[3]
 #: What starts two processes of a program; Lightning's own script starts the second one itself.
@@ -71,18 +71,7 @@ def test_processes_of_trainer_end_where_one_ends(tmp_path):
 
 
 def parts():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
-    optimizer, loader = torch.optim.SGD(model.parameters(), 0.1), (data, 8)
-    return dpt.PrivacyEngine().make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=torch.utils.data.DataLoader(loader[0], batch_size=loader[1]),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        checks=1.0,
-    )
+    return start(noise_multiplier=1.0, max_grad_norm=1.0, checks=1.0)[1:]
 
 
 def test_what_a_loop_sends_for_its_log_is_sent_once():
@@ -96,7 +85,7 @@ def test_what_a_loop_sends_for_its_log_is_sent_once():
 
     send.__module__ = dist.all_reduce.__module__
     model, optimizer, loader = parts()
-    for x, y in loader:
+    for x, y, _ in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         mean = loss.detach().clone()
@@ -104,12 +93,12 @@ def test_what_a_loop_sends_for_its_log_is_sent_once():
         mean.copy_(mean / 2)  # as Lightning logs
         loss.backward()
         optimizer.step()
-    assert len(sent) == len(loader) == 4
+    assert len(sent) == len(loader) == 5
 
 
 def test_losses_over_several_processes_are_refused(alone):
     model, optimizer, loader = parts()
-    x, y = next(iter(loader))
+    x, y, _ = next(iter(loader))
     out = model(x)
     total = nn.functional.cross_entropy(out.detach(), y).clone()
     dist.all_reduce(total)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correlated noise: C^-1 z of independent normals z, of a segment's steps in order."""
 
-import os
 import pickle
 
 import numpy as np
@@ -12,6 +11,7 @@ import dualdp_torch as dpt
 from dualdp.plan.correlated import filters, strategies
 from dualdp_torch.noise import noise
 from dualdp_torch.noise.noise import NoiseSource, Piece
+from tests.dualdp_torch.forks import in_both
 
 from .releases import flat, released
 from .releases import plan as independent
@@ -240,16 +240,10 @@ def test_a_fork_keeps_no_normals_of_its_parent(name):
     run = plan(name, seed=None)
     source, sums = NoiseSource(run), {"w": torch.zeros(1000)}
     first = flat(released(sums, run, 0, source))
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:  # whose ledger begins a segment
-        os.write(there, pickle.dumps(flat(released(sums, run, 1, source, segment=1, start=1))))
-        os._exit(0)
-    mine = flat(released(sums, run, 1, source))
-    os.waitpid(child, 0)
-    theirs = pickle.loads(os.read(here, 1 << 16))
-    for end in (here, there):
-        os.close(end)
+    theirs, mine = in_both(  # the ledger of the child begins a segment
+        lambda: flat(released(sums, run, 1, source, segment=1, start=1)),
+        lambda: flat(released(sums, run, 1, source)),
+    )
     assert abs(np.corrcoef(first, mine)[0, 1]) > 0.15
     for other in (first, mine):
         assert abs(np.corrcoef(other, theirs)[0, 1]) < 0.15

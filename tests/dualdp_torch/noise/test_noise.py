@@ -2,7 +2,6 @@
 """Noise: its size, its bits, its streams."""
 
 import copy
-import os
 import pickle
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from dualdp import AccountingError
 from dualdp.randomness import key_of, seeded_bits, threefry
 from dualdp_torch.noise import noise
 from dualdp_torch.noise.noise import NoiseSource, keyed_generator, normals_between
+from tests.dualdp_torch.forks import in_both
 
 from .releases import flat, plan, release, released
 
@@ -72,16 +72,11 @@ def test_a_fork_draws_noise_of_its_own(mode):
     run, sums = plan(noise=mode, seed=None), {"w": torch.zeros(20_000)}
     source = NoiseSource(run)
     released(sums, run, 0, source)
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(there, pickle.dumps(flat(released(sums, run, 1, source))[:1000]))
-        os._exit(0)
-    mine = flat(released(sums, run, 1, source))[:1000]
-    os.waitpid(child, 0)
-    theirs = pickle.loads(os.read(here, 1 << 16))
-    for end in (here, there):
-        os.close(end)
+
+    def draw():
+        return flat(released(sums, run, 1, source))[:1000]
+
+    theirs, mine = in_both(draw, draw)
     assert declared(run.draw_stddev(1, 0.7), theirs)
     assert independent(mine, theirs)
 

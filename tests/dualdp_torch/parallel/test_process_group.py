@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.training import step as private_step
 from tests.distributed import parallel, planted, refusals
 from tests.distributed.spawn import together
 from tests.dualdp_torch.loop import plan, start
@@ -74,7 +75,7 @@ def test_a_group_that_comes_after_the_set_up_is_refused(monkeypatch):
     engine, model, optimizer, loader = start(plan=plan())
     x, y, _ = next(iter(loader))
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    monkeypatch.setattr(Group, "current", lambda: object())
+    monkeypatch.setattr(private_step, "Group", lambda: SimpleNamespace(size=2))
     with pytest.raises(RuntimeError, match="initialised after make_private.*Call init_process_gr"):
         optimizer.step()
     assert len(engine.ledger) == 0

@@ -105,27 +105,6 @@ def test_mixed_examples_are_refused(name, method, where):
             function(reference.loss_fn, model, data(N, 5, 6), method=method)
 
 
-class Statistics(nn.Module):
-    """Updates a buffer in forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.register_buffer("seen", torch.zeros(6))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.seen += x.mean(0)
-        return self.layer(x)
-
-
-def test_buffers_that_change_are_refused():
-    for method in METHODS:
-        found = "vmap can't run" if method == "vmap" else "buffer 'seen' changes in forward"
-        with pytest.raises(UnsupportedLayerError, match=found):
-            dpt.per_sample_grads(reference.loss_fn, Statistics(), data(N, 6), method=method)
-
-
 class OwnBatchNorm(nn.BatchNorm1d):
     """A subclass with a forward of its own."""
 

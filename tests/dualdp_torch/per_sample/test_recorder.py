@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.rules import RULES
 from tests import reference
@@ -54,7 +54,7 @@ def test_records_what_the_functional_form_gives(method, reduction, n):
     parts = record.norms(per_parameter=True)
     torch.testing.assert_close(parts["2.bias"], expected["2.bias"].norm(dim=1))
     bound = float(norms.median())
-    factors = clip_factors(norms, bound, xp=torch)
+    factors = factors_for("flat", norms, bound, xp=torch)
     for name, total in record.clipped_sum(max_grad_norm=bound).items():
         torch.testing.assert_close(total, torch.tensordot(factors, expected[name], 1))
     assert torch.equal(model[0].weight.grad, torch.ones(5, 6))

@@ -16,7 +16,7 @@ from dualdp import AccountingError
 from dualdp.plan.correlated import filters, strategies
 from dualdp.randomness import bits as core_bits
 from dualdp_torch.noise.noise import NoiseSource
-from tests.dualdp_torch.checkpoint.test_run_state import begin, load, parts
+from tests.dualdp_torch.checkpoint.test_single_file import begin, load, parts
 from tests.dualdp_torch.loop import plan as small
 
 STRATEGIES = {

@@ -16,7 +16,17 @@ from dualdp import AccountingError, UnsupportedLayerError
 from dualdp.ledger.ledger import Ledger
 from dualdp_torch.training import step as private_step
 from tests.dualdp_torch.checks import data, ids
-from tests.dualdp_torch.loop import NUM, build, by_hand, first_batch, plan, start, train
+from tests.dualdp_torch.forks import in_both
+from tests.dualdp_torch.loop import (
+    NUM,
+    assert_by_hand,
+    assert_same,
+    build,
+    first_batch,
+    plan,
+    start,
+    train,
+)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -27,22 +37,16 @@ def test_the_users_loop_is_dp_sgd(reduction, mode, size):
     engine, model, optimizer, loader = start(
         plan=run, loss_reduction=reduction, grad_sample_mode=mode
     )
-    expected = build()[0]
-    by_hand(expected, plan(), 6)
     train(model, optimizer, loader, reduction)
     assert len(engine.ledger) == 6
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, plan())
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
 def test_other_clipping_follows_the_plan(clipping):
     _, model, optimizer, loader = start(plan=plan(clipping=clipping))
-    expected = build()[0]
-    by_hand(expected, plan(clipping=clipping), 6)
     train(model, optimizer, loader)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, plan(clipping=clipping))
 
 
 def test_the_same_objects_come_back_and_nothing_is_left_after_detach():
@@ -116,8 +120,7 @@ def test_empty_draws_release_noise():
             mean = dpt.noisy_mean(zeros, run, step)
             for name, p in expected.named_parameters():
                 p -= 0.5 * mean[name]
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_same(model, expected)
 
 
 def test_an_abandoned_pass_leaves_no_half_sum():
@@ -128,11 +131,8 @@ def test_an_abandoned_pass_leaves_no_half_sum():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         break
-    expected = build()[0]
-    by_hand(expected, plan(num_steps=1), 1)
     train(model, optimizer, loader)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, plan(num_steps=1))
 
 
 def test_a_failure_while_a_batch_is_handed_out_leaves_nothing_half_done(monkeypatch):
@@ -275,6 +275,17 @@ def test_parameters_that_change_after_set_up_are_refused(change):
     _batches, x, _ = first_batch(loader)
     with pytest.raises(RuntimeError, match=r"\['0.bias'\] were frozen, unfrozen or replaced"):
         model(x)
+
+
+def test_other_parameters_of_a_functional_call_are_refused():
+    _, model, _, loader = start(plan=plan())
+    _batches, x, y = first_batch(loader)
+
+    def loss(parameters):
+        return F.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    with pytest.raises(RuntimeError, match=r"functional_call.*belongs under engine.pause\(\)"):
+        torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
 
 
 def test_an_optimizer_that_changes_after_set_up_is_refused():
@@ -510,27 +521,19 @@ def test_a_fork_of_a_run_is_a_run_of_its_own(noise):
     batches = iter(loader)
     stepped(model, optimizer, *next(batches)[:2])
     x, y, _ = next(batches)
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            told = "nothing"
-            try:
-                stepped(model, optimizer, x, y)
-            except RuntimeError as error:
-                told = str(error)
-            x, y, rows = next(iter(loader))
-            release = stepped(model, optimizer, x, y)
-            found = told, rows.tolist(), release, len(engine.ledger), len(engine.ledger.segments)
-            os.write(there, pickle.dumps(found))
-        finally:
-            os._exit(0)
-    mine = stepped(model, optimizer, x, y)
-    rows = next(iter(loader))[2].tolist()
-    os.waitpid(child, 0)
-    told, theirs, release, releases, segments = pickle.loads(os.read(here, 1 << 16))
-    for end in (here, there):
-        os.close(end)
+
+    def child():
+        with pytest.raises(RuntimeError) as told:
+            stepped(model, optimizer, x, y)
+        *more, rows = next(iter(loader))
+        release = stepped(model, optimizer, *more)
+        of_ledger = len(engine.ledger), len(engine.ledger.segments)
+        return str(told.value), rows.tolist(), release, *of_ledger
+
+    def parent():
+        return stepped(model, optimizer, x, y), next(iter(loader))[2].tolist()
+
+    (told, theirs, release, releases, segments), (mine, rows) = in_both(child, parent)
     assert "its batch was drawn before the process was forked" in told
     assert theirs != rows
     assert abs(np.corrcoef(mine, release)[0, 1]) < 0.8

@@ -2,6 +2,7 @@
 """The loader: any items, workers, samplers with their accounting, physical batches."""
 
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +26,18 @@ import dualdp_torch as dpt
 from dualdp import AccountingError, get_epsilon
 from dualdp.randomness import SegmentBits
 from dualdp_torch.training import loader as planned
-from dualdp_torch.training.loader import PlannedLoader, Share
+from dualdp_torch.training.loader import Data, PlannedLoader
 from tests.dualdp_torch.checks import data
-from tests.dualdp_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
+from tests.dualdp_torch.loop import (
+    NUM,
+    assert_by_hand,
+    build,
+    dataset,
+    first_batch,
+    plan,
+    start,
+    train,
+)
 
 # JAX, which other tests bring into this process, warns of every fork.
 forks = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -115,10 +125,7 @@ def test_items_of_any_form(form, rate):
         assert form != "dict" or len(batch["text"]) == len(x)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    expected = build()[0]
-    by_hand(expected, run, 8)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, run)
     assert engine.get_epsilon() == pytest.approx(run.epsilon())
 
 
@@ -133,10 +140,7 @@ def test_workers_keep_the_order_of_the_plan(persistent):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert train(model, optimizer, loader) == drawn(plan(), 2, 6)
-    expected = build()[0]
-    by_hand(expected, plan(), 6)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, plan())
 
 
 @forks
@@ -221,10 +225,7 @@ def test_every_sampler_of_a_plan(changes, size):
         rows = [row for part in train(model, optimizer, physical) for row in part]
     assert rows == [row for step in drawn(run, 0, 5) for row in step]
     assert engine.get_epsilon() == pytest.approx(run.epsilon())
-    expected = build()[0]
-    by_hand(expected, run, 5)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_by_hand(model, run)
 
 
 def test_without_poisson_sampling_nothing_is_amplified():
@@ -420,14 +421,19 @@ def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
     assert len(engine.ledger) == 2
 
 
+def place(rank, size):
+    """In the place of the `Group` of one of several processes."""
+    return SimpleNamespace(rank=rank, size=size)
+
+
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shares_are_the_batch_cut_in_pieces(ranks, size):
     """Every example once, on one process, and as many physical batches on each."""
     run = plan(expected_batch_size=2, physical_batch_size=size)
-    bits, loader = SegmentBits(run.seed), build()[2]
+    bits, own = SegmentBits(run.seed), Data.of(build()[2], 1, None, None)
     shares = [
-        list(PlannedLoader(loader, run, bits, None, Share(rank, ranks)).draws(0, 6))
+        list(PlannedLoader(own, run, bits, None, place(rank, ranks)).draws(0, 6))
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
@@ -459,10 +465,10 @@ class Noisy(torch.utils.data.Dataset):
 @forks
 def test_workers_of_other_processes_draw_other_numbers():
     """Augmentation in worker processes, whose seeds come from the plan."""
-    loader = DataLoader(Noisy(), batch_size=12, num_workers=1)
+    own = Data.of(DataLoader(Noisy(), batch_size=12, num_workers=1), 1, None, None)
     first, bits = [], SegmentBits(None)
     for rank in (0, 1, 1):
-        batches = PlannedLoader(loader, plan(), bits, None, Share(rank, 2))
+        batches = PlannedLoader(own, plan(), bits, None, place(rank, 2))
         first.append(next(batches.of_steps(0, 1))[1][0])
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[1], first[2])

@@ -3,39 +3,32 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-import dualdp
 import dualdp.torch as dpt
+from tests.dualdp_torch.loop import dataset, plan
 
-X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+
+def own_loop(run):
+    """The loader of a run, to the end of its plan."""
+    made = DataLoader(dataset(), batch_size=12)
+    return dpt.PrivacyEngine().make_loader(data_loader=made, plan=run).remaining()
 
 
 def chunks(expected_batch_size):
-    """The chunks of a run, and its engine."""
-    plan = dualdp.PrivacyPlan(
-        num_examples=60,
-        expected_batch_size=expected_batch_size,
-        num_steps=30,
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-        delta=1e-3,
-        accountant="rdp",
-        seed=0,
-    )
-    engine = dpt.PrivacyEngine()
-    loader = engine.make_loader(data_loader=DataLoader(TensorDataset(X)), plan=plan)
-    return engine, [chunk for batch in loader.remaining() for chunk in batch.chunks]
+    """The chunks of a run."""
+    run = plan(expected_batch_size=expected_batch_size, num_steps=30)
+    return [chunk for batch in own_loop(run) for chunk in batch.chunks]
 
 
-def losses(model, x):
+def losses(model, x, *others):
     return model(x).square().sum(1)
 
 
 def test_an_empty_draw_adds_nothing_without_its_mask_too():
     """Its one row of padding was an example that nobody drew."""
-    model = torch.nn.Linear(4, 1)
-    _, found = chunks(1)
+    model = torch.nn.Linear(6, 1)
+    found = chunks(1)
     empty = [chunk for chunk in found if not chunk.mask.any()]
     assert empty
     assert len(empty) < len(found)
@@ -50,8 +43,8 @@ def test_an_empty_draw_adds_nothing_without_its_mask_too():
 
 
 def test_a_larger_bound_than_that_of_the_noise_is_refused():
-    model = torch.nn.Linear(4, 1)
-    _, found = chunks(20)
+    model = torch.nn.Linear(6, 1)
+    found = chunks(20)
     with pytest.raises(ValueError, match="max_grad_norm=25.0 came for a chunk of engine.make_loa"):
         dpt.clipped_grad_sum(losses, model, *found[0].args, max_grad_norm=25.0)
     for bound in (0.5, torch.tensor(0.5), 0.1):
@@ -61,20 +54,8 @@ def test_a_larger_bound_than_that_of_the_noise_is_refused():
 @pytest.mark.parametrize("physical", [None, 3])
 def test_indices_are_those_of_the_chunks(physical):
     """As on JAX: (indices, mask) of each step, whole also where chunks are smaller."""
-    data = torch.utils.data.TensorDataset(torch.randn(20, 2))
-    loader = torch.utils.data.DataLoader(data, batch_size=8)
-    plan = dualdp.PrivacyPlan(
-        num_examples=20,
-        expected_batch_size=8,
-        num_steps=4,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-3,
-        seed=3,
-        physical_batch_size=physical,
-    )
-    own = dpt.PrivacyEngine().make_loader(data_loader=loader, plan=plan).remaining()
-    found = list(own.indices())
+    run = plan(num_steps=4, physical_batch_size=physical)
+    found = list(own_loop(run).indices())
     assert len(found) == 4
     for step, (indices, mask) in enumerate(found):
-        assert indices[mask].tolist() == plan.batch_indices(step).tolist()
+        assert indices[mask].tolist() == run.batch_indices(step).tolist()

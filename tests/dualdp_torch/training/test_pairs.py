@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.training.items import ItemCollate
+from dualdp_torch.training.loader import ItemCollate
 from tests import tiers
-from tests.closeness import factors_of
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, randomise
 from tests.dualdp_torch.training.test_loader import forks
@@ -65,19 +64,7 @@ def train(model, optimizer, loader, loss=preference, reduction="mean"):
 def by_hand(model, run, items=None, loss=preference):
     """Train by plain autograd of each pair alone, clipped once."""
     x = (items or pairs()).tensors[0]
-    for step in range(run.num_steps):
-        named = dict(model.named_parameters())
-        total = {name: torch.zeros_like(p) for name, p in named.items()}
-        for index in run.batch_indices(step):
-            grads = torch.autograd.grad(loss(model(x[index])).mean(), list(named.values()))
-            norm = float(torch.cat([g.flatten() for g in grads]).norm())
-            factor = float(factors_of(norm, run.max_grad_norm_at(step), "float64"))
-            for name, grad in zip(named, grads, strict=True):
-                total[name] += factor * grad
-        mean = dpt.noisy_mean(total, run, step)
-        with torch.no_grad():
-            for name, p in named.items():
-                p -= 0.5 * mean[name]
+    loop.train_units(model, run, lambda step, index: loss(model(x[index])).mean())
 
 
 def assert_same_end(found, expected):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
-from dualdp.plan.clipping import clip_factors
+from dualdp.plan.clipping import factors_for
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks import identity
 from tests.dualdp_torch.checks import assert_exact, data, ids, randomise
@@ -67,7 +67,7 @@ def assert_released(engine, model, losses, n, among=False):
         losses(exact, rows)[row if among else 0].backward()
         grads = {name: p.grad.clone() for name, p in exact.named_parameters()}
         norm = sum(g.square().sum() for g in grads.values()).sqrt()
-        factor = clip_factors(norm[None], BOUND, xp=torch)[0]
+        factor = factors_for("flat", norm[None], BOUND, xp=torch)[0]
         norms.append(norm)
         totals = {name: totals.get(name, 0) + factor * g for name, g in grads.items()}
     stages = engine.stages()

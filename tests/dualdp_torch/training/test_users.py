@@ -17,7 +17,6 @@ from dualdp.plan.batches import drawn_rows
 from dualdp.randomness import SegmentBits
 from dualdp_torch.integrations.host_loop import HostedRun
 from tests import tiers
-from tests.closeness import factors_of
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, ids, randomise
 from tests.dualdp_torch.training.test_loader import forks
@@ -62,28 +61,17 @@ def start(given=None, users=OWNERS, **options):
     return loop.start(given or parts(), users=users, **options)
 
 
-def by_hand(model, run, steps, owners=OWNERS, x=None, lr=0.5):
+def by_hand(model, run):
     """Train by plain autograd: the mean over the rows that were drawn of a user, clipped once."""
-    x = data(60, 6).double() if x is None else x
-    y, rows = ids(3, 60), units.user_rows(owners)
-    for step in range(steps):
-        named = dict(model.named_parameters())
-        total = {name: torch.zeros_like(p) for name, p in named.items()}
-        for user in run.batch_indices(step):
-            drawn = drawn_rows(
-                run, SegmentBits(run.seed), step, np.array([user]), rows, run.rows_per_unit
-            )
-            own = drawn.rows[drawn.weights > 0]
-            loss = F.cross_entropy(model(x[own]), y[own])
-            grads = torch.autograd.grad(loss, list(named.values()))
-            norm = float(torch.cat([g.flatten() for g in grads]).norm())
-            factor = float(factors_of(norm, run.max_grad_norm_at(step), "float64"))
-            for name, grad in zip(named, grads, strict=True):
-                total[name] += factor * grad
-        mean = dpt.noisy_mean(total, run, step)
-        with torch.no_grad():
-            for name, p in named.items():
-                p -= lr * mean[name]
+    x, y, rows = data(60, 6).double(), ids(3, 60), units.user_rows(OWNERS)
+
+    def loss_of(step, user):
+        bits, few = SegmentBits(run.seed), np.array([user])
+        drawn = drawn_rows(run, bits, step, few, rows, run.rows_per_unit)
+        own = drawn.rows[drawn.weights > 0]
+        return F.cross_entropy(model(x[own]), y[own])
+
+    loop.train_units(model, run, loss_of)
 
 
 def end_of(model):
@@ -99,7 +87,7 @@ def test_training_is_plain_autograd_of_the_mean_of_each_user(mode, reduction):
     assert engine.ledger.last_check == 2
     assert engine.get_epsilon() == plan().epsilon()
     engine.detach()
-    by_hand(truth, plan(), 3)
+    by_hand(truth, plan())
     torch.testing.assert_close(end_of(model), end_of(truth), rtol=1e-10, atol=1e-10)
     rows, run = units.user_rows(OWNERS), plan()
     drawn = [
@@ -118,7 +106,7 @@ def test_physical_batches_count_users_and_split_none(size):
     assert {len(set(OWNERS[some[i : i + K]])) for some in rows for i in range(0, len(some), K)} == {
         1
     }
-    by_hand(truth, run, 3)
+    by_hand(truth, run)
     torch.testing.assert_close(end_of(model), end_of(truth), rtol=1e-10, atol=1e-10)
 
 
@@ -302,7 +290,7 @@ def test_a_loop_of_ones_own_gets_rows_and_weights():
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p -= 0.5 * mean[name]
-    by_hand(truth, plan(), 3)
+    by_hand(truth, plan())
     torch.testing.assert_close(end_of(model), end_of(truth), rtol=1e-10, atol=1e-10)
 
 
@@ -323,7 +311,7 @@ def test_gradients_of_inputs_are_those_of_the_loop():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         found.append(grad)
-    by_hand(truth, plan(), 3)
+    by_hand(truth, plan())
     torch.testing.assert_close(end_of(model), end_of(truth), rtol=1e-10, atol=1e-10)
 
 

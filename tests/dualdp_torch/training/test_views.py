@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.training.items import DrawnViews
+from dualdp_torch.training.loader import DrawnViews
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import randomise
 from tests.dualdp_torch.training.test_loader import forks

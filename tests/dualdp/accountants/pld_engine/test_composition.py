@@ -15,13 +15,14 @@ import pytest
 from scipy.special import ndtr
 
 from dualdp import accountants
-from dualdp.accountants.closed_forms import single_step_log_delta
+from dualdp.accountants.pld import single_step_log_delta
 from dualdp.accountants.pld_engine import composition, pairs
 from dualdp.accountants.pld_engine.composition import Curve, Grid, Sum, Window
 from dualdp.accountants.pld_engine.pairs import Subsampled, Term
 from dualdp.accountants.solve import get_epsilon
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower, lower_curve
+from tests.dualdp.accountants.test_pld import account
 
 SIGMA_RATE = [(1.0, 0.05), (0.6, 0.01), (2.0, 0.3), (0.8, 0.5), (4.0, 0.01), (0.5, 1e-3)]
 
@@ -160,13 +161,6 @@ def easier(run, factor):
     yield run | {"sample_rate": run["sample_rate"] / factor}
     yield run | {"num_steps": int(run["num_steps"] / factor)}
     yield run | {"delta": min(0.9, run["delta"] * factor)}
-
-
-def account(*steps):
-    made = accountants.create("pld")
-    for sigma, rate, count in steps:
-        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=count)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualdp import accountants
-from dualdp.accountants.closed_forms import single_step_log_delta
+from dualdp.accountants.pld import single_step_log_delta
 from dualdp.accountants.pld_engine import pairs
 from dualdp.accountants.pld_engine.composition import Window
 from dualdp.accountants.pld_engine.pairs import Subsampled, Term

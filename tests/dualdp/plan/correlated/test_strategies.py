@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families against their matrices, published values, and bad input."""
+"""Families and their errors against matrices, published values, and bad input."""
 
 import json
 import math
@@ -133,6 +133,17 @@ def test_other_data_are_no_strategy(data):
         (lambda: correlated.identity().strategy(-1), ValueError, "num_steps=-1 is out of range"),
         (lambda: correlated.identity().mean_error(1.5), TypeError, "num_steps=1.5 is a float"),
         (lambda: correlated.identity().sensitivity(9, 1, 0), ValueError, "max_participations=0"),
+        (lambda: correlated.workload(4, momentum=1), ValueError, "momentum=1 is out of range"),
+        (
+            lambda: correlated.identity().mean_error(4, [1, 1]),
+            ValueError,
+            r"workload has shape \(2,\). Expected \(4,\), its first column",
+        ),
+        (
+            lambda: correlated.identity().mean_error(2, np.ones((2, 2))),
+            ValueError,
+            r"workload has shape \(2, 2\)",
+        ),
         (
             lambda: correlated.identity().sensitivity(9, pattern="cyclic"),
             ValueError,
@@ -153,3 +164,18 @@ def test_other_data_are_no_strategy(data):
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@each
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_errors_are_those_of_the_matrices(strategy, momentum):
+    n = 30
+    inverse = np.linalg.inv(lower(strategy.strategy(n)))
+    velocity = momentum ** np.arange(n)
+    for workload, a in (
+        (correlated.workload(n, momentum=momentum), lower(np.cumsum(velocity))),
+        (None, np.tri(n)),
+    ):
+        rows = ((a @ inverse) ** 2).sum(axis=1)
+        np.testing.assert_allclose(strategy.mean_error(n, workload), rows.mean(), rtol=1e-12)
+        np.testing.assert_allclose(strategy.max_error(n, workload), rows.max(), rtol=1e-12)

@@ -22,7 +22,7 @@ FAILED = "A spot check failed: "
 @pytest.fixture(autouse=True)
 def _forgotten():
     """Nothing is known from other tests."""
-    calls.forget()
+    calls.seen.clear()
 
 
 def draw(*shape):
@@ -103,7 +103,7 @@ def test_check_looks_once_and_then_jit_is_quiet(primitive, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         in_jit(jnp.concatenate([x, x]))  # the same kind, which warned before
-    calls.forget()
+    calls.seen.clear()
     dpj.check(loss, params, x, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -177,7 +177,7 @@ def test_the_ledger_notes_a_traced_call_that_nobody_looked_at():
         total()(params, chunk)
     total()(params, chunk)  # warns and notes no more
     assert engine.ledger.to_json().count("check_impossible") == 1
-    calls.forget()
+    calls.seen.clear()
     engine, chunk = loop_of(x)
     dpj.check(loss, params, chunk)
     total()(params, chunk)

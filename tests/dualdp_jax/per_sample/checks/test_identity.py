@@ -18,7 +18,7 @@ FAILED = "A spot check failed: "
 @pytest.fixture(autouse=True)
 def _forgotten():
     """Nothing is known from other tests."""
-    calls.forget()
+    calls.seen.clear()
 
 
 N = 80
@@ -47,7 +47,7 @@ def numbers_with(fault, clipping, dtype, num_rows=N):
     def loss(p, x, y):
         return model({**p["l1"], **p["l2"]}, x, y)
 
-    call = build(loss, params, batch, Options(method="vmap")).traced()
+    call = build(loss, params, batch, Options(method="vmap"))
     clip = clips.clipper(call.parameters, clipping, 0.1)
     request = methods.Request(methods.SUM, clip)
     numbers = calls.numbers_of(request, call, None, methods.answer(request, call))

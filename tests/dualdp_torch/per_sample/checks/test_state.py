@@ -74,6 +74,15 @@ def test_what_depends_on_the_examples_is_refused(what, begins, n):
         dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0)
 
 
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_a_buffer_that_keeps_an_average_is_refused_by_every_method(method):
+    model = Writes()
+    model.what = "average"
+    found = "vmap can't run" if method == "vmap" else "buffer 'buffer' changes in forward"
+    with pytest.raises(UnsupportedLayerError, match=found):
+        dpt.per_sample_grads(squares, model, data(4, 5), method=method)
+
+
 def test_the_number_of_examples_is_refused():
     model = Writes()
     model.what = "size"

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Per-example losses for fine-tuning language models."""
