@@ -370,7 +370,7 @@ def what_cannot_be_done_is_refused():
         with refused(TypeError, match):
             models.begin(model, data, models.plan())
     with refused(TypeError, "make_private takes sharded ones"):
-        dpt.per_sample_norms(lambda m, x: m(x).sum(1), models.shard(models.mlp()), data[0][:3])
+        dpt.per_sample_norms(lambda m, x: m(x).sum(1), models.shard(models.mlp()), data[:3][0])
     for model, match in (
         (Escaping(), "fully_shard"),
         (Checkpointed(), "checkpoints activations"),
