@@ -95,14 +95,6 @@ def check_settings(*, b1: float, b2: float, floor: float, eps: float, weight_dec
         )
 
 
-def mean_noise_stddev(plan: PrivacyPlan, step: int, max_grad_norm: float) -> float:
-    """Return the standard deviation of the noise in each coordinate of a step's noisy mean.
-
-    The plan has independent noise; `max_grad_norm` is C of the step, gradient units.
-    """
-    return float(plan.draw_stddev(step, max_grad_norm) / plan.expected_batch_size_at(step))
-
-
 def require_independent(plan: PrivacyPlan) -> None:
     """Refuse a plan with correlated noise."""
     if plan.is_correlated:

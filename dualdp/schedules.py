@@ -2,6 +2,7 @@
 """Public names of the schedules of noise, clipping norm and batch size."""
 
 from dualdp.plan.schedules import AdaptiveNorm as AdaptiveNorm
+from dualdp.plan.schedules import Constant as Constant
 from dualdp.plan.schedules import Cosine as Cosine
 from dualdp.plan.schedules import Exponential as Exponential
 from dualdp.plan.schedules import Linear as Linear

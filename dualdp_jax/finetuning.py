@@ -197,9 +197,9 @@ def responses(model: Model, batch: Batch, of: str) -> Responses:
     else:
         logits, counts, labels = logits[..., :-1, :], labels[..., 1:] != IGNORED, labels[..., 1:]
         if batch.get("position_ids") is not None:
-            documents = _documents(jnp.broadcast_to(batch["position_ids"], ids.shape))
-            counts = counts & (documents[..., 1:] == documents[..., :-1])
-            documents = documents[..., 1:]
+            positions = jnp.broadcast_to(batch["position_ids"], ids.shape)
+            begins = positions[..., 1:] != positions[..., :-1] + 1  # a document
+            counts, documents = counts & ~begins, jnp.cumsum(begins, -1)
     wrong = logits.shape[-1]  # a label that is no token has the log-probability nan
     index = jnp.where(counts, jnp.where(labels < 0, wrong, labels), 0)[..., None]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), index, axis=-1)[..., 0]
@@ -235,12 +235,6 @@ def _as_rows(value: PyTree, front: int) -> PyTree:
     if not isinstance(value, jax.Array | np.ndarray):
         return value
     return jnp.asarray(value).reshape(-1, *value.shape[front:])
-
-
-def _documents(positions: jax.Array) -> jax.Array:
-    """(..., t) position ids -> (..., t) int, the document of each token in its row."""
-    starts = positions[..., 1:] != positions[..., :-1] + 1
-    return jnp.cumsum(jnp.pad(starts, [(0, 0)] * (starts.ndim - 1) + [(1, 0)]), -1)
 
 
 def _logits(outputs: PyTree, shape: tuple[int, ...]) -> jax.Array:

@@ -16,12 +16,11 @@ from dualdp.audit import protocol
 from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
 from dualdp.plan.batches import physical_batches
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_jax.chunk import Rows
+from dualdp_jax.chunk import Array, Rows
+from dualdp_jax.compat import PyTree
 from dualdp_jax.training.engine import PrivacyEngine
 
-PyTree = Any
-Array = jax.Array | np.ndarray
-LossFn = Callable[..., Any]
+LossFn = Callable[..., PyTree]
 _ROWS = 8  # rows of a chunk in `clipped_sum`
 
 

@@ -270,7 +270,7 @@ class Ledger:
         bound = _validate.positive("bound", bound) if plan.is_adaptive else None
         scale = state.segments[-1].noise_scale
         if recalibrate:
-            scale = accounting.recalibrated(self.plan, state.segments, step)
+            scale = accounting.recalibrated(plan, state.segments, step)
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
@@ -285,10 +285,7 @@ class Ledger:
             AccountingError: nothing is left to recalibrate; then the record stays as it was.
         """
         self.require_process()
-        step, state = self.position, self._state
-        scale = accounting.recalibrated(self.plan, state.segments, step)
-        self._begin(step, scale, state.bound)
-        self._log_steps_left(step)
+        self._go_on("", self.position, self._state.bound, True)
 
     def _log_steps_left(self, step: int) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""

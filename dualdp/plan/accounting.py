@@ -572,6 +572,7 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
     return bounds
 
 
+@functools.lru_cache(4)
 def _rows(strategy: Strategy, num_steps: int, gap: int) -> Vector:
     """(num_steps,) what a unit of the first batch, or bin, adds to the rows of |C| G."""
     column = np.abs(strategy.strategy(num_steps))

@@ -123,11 +123,8 @@ class PrivacyPlan(Cost):
             only_first = is_adaptive or self.is_constant(name) or self.num_steps is None
             self.values(name, np.arange(1 if only_first else self.num_steps or 0))
         put("delta", _validate.open_probability("delta", self.delta))
-        if self.delta * self.num_examples > 1 + 1e-9:
-            raise ValueError(
-                f"delta={self.delta:g} is above 1 / num_examples = {1 / self.num_examples:.3g}: an "
-                "example published at random is within it. Expected a smaller delta."
-            )
+        if self.delta * self.num_examples > 1 + 1e-9:  # one published at random is within it
+            raise ValueError(f"delta={self.delta:g} is above 1 / num_examples. Expected less.")
         if self.target_epsilon is not None:
             put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
         for name, table in _CHOICES.items():

@@ -53,6 +53,10 @@ _CHECKS: Mapping[str, Callable[[str, Any], float | Schedule]] = {
 }
 
 
+class Constant(float):
+    """Constant value: the number itself."""
+
+
 @dataclass(frozen=True)
 class Step(Schedule):
     """`initial * factor ** (step // every)`.

@@ -109,8 +109,7 @@ def converted(
 ) -> tuple[Arrays, RunDocument]:
     """Convert a torch checkpoint to the one that this backend would have written for this state."""
     check_like(like)
-    ours = {name: whole(array) for name, array in named_arrays(like).items()}
-    wanted = {name: (array.shape, str(array.dtype)) for name, array in ours.items()}
+    wanted = {name: (x.shape, str(x.dtype)) for name, x in named_arrays(like).items()}
     found: tuple[Arrays, Any] = convert_checkpoint.to_jax(arrays, document, wanted, mapping)
     return found
 

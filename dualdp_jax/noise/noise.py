@@ -247,18 +247,18 @@ def _normals(
     """
     fold = partial(jax.random.fold_in, compat.wrap_key(key))
     keys = jax.vmap(fold)(jnp.arange(len(like) + 1, dtype=jnp.uint32))
-    small = [is_fast and leaf.size < _SMALL for leaf in like]
-    sizes = [leaf.size for leaf, flag in zip(like, small, strict=True) if flag]
+    small = [i for i, leaf in enumerate(like) if is_fast and leaf.size < _SMALL]
+    sizes = [like[i].size for i in small]
     together = jax.random.normal(keys[-1], (sum(sizes),), jnp.result_type(jnp.float32, *like))
     parts = jnp.split(together, np.cumsum(sizes)[:-1])
     if on_all is not None:
         parts = [jax.lax.with_sharding_constraint(part, on_all) for part in parts]
-    rest = iter(parts)
+    own = dict(zip(small, parts, strict=False))
     return [
-        next(rest).reshape(leaf.shape).astype(leaf.dtype)
-        if flag
-        else jax.random.normal(key, leaf.shape, leaf.dtype)
-        for leaf, flag, key in zip(like, small, keys, strict=False)
+        own[i].reshape(leaf.shape).astype(leaf.dtype)
+        if i in own
+        else jax.random.normal(keys[i], leaf.shape, leaf.dtype)
+        for i, leaf in enumerate(like)
     ]
 
 

@@ -93,11 +93,8 @@ class DataMesh:
             return self._on_all(leaf)
         mesh = getattr(given, "mesh", None)  # whatever the types of its axes
         own = self.mesh
-        if (
-            mesh is None
-            or mesh.axis_names != own.axis_names
-            or not np.array_equal(mesh.devices, own.devices)
-        ):
+        places = [None if m is None else (m.axis_names, m.devices.tolist()) for m in (mesh, own)]
+        if places[0] != places[1]:
             raise ValueError(
                 f"{name} lies on {given}, and the batch on a mesh of {dict(own.shape)}. Expected "
                 "both on one mesh: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."

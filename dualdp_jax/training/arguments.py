@@ -99,9 +99,8 @@ def check_optimizer(run: PrivateStep) -> None:
         raise TypeError(
             "optimizer.update failed on the noisy gradients, its state and params: "
             f"{compat.first_line(error)}. Expected an optimizer that needs no more; one that "
-            "evaluates the loss, as L-BFGS, would look at the data again; one of two sets of "
-            "parameters, as optax.lookahead, goes into a loop of your own, where loss_fn gets its "
-            f"fast ones (engine.make_loader, noisy_mean). {_NO_BATCH}"
+            "evaluates the loss, as L-BFGS, would look at the data again; optax.lookahead goes "
+            f"into a loop of your own (make_loader), with its fast parameters. {_NO_BATCH}"
         ) from error
     found, expected = map(str, map(jax.tree.structure, (updates, params)))
     if found != expected:
@@ -112,9 +111,8 @@ def check_optimizer(run: PrivateStep) -> None:
     for name, update, leaf in zip(names, jax.tree.leaves(updates), trained, strict=True):
         if update.shape != leaf.shape or not jnp.issubdtype(update.dtype, jnp.floating):
             raise TypeError(
-                f"The optimizer's update of {name or 'params'!r} is {update.dtype}"
-                f"{list(update.shape)}, and the parameter {leaf.dtype}{list(leaf.shape)}. Expected "
-                f"the same. {_NO_BATCH}"
+                f"The optimizer's update of {name!r} is {update.dtype}{list(update.shape)}, and "
+                f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected the same. {_NO_BATCH}"
             )
     count, free = len(trained), []
     for k, name in enumerate(names, count):  # of the outputs the second `count` are later updates

@@ -157,10 +157,10 @@ class PrivateStep:
         self._added = updated = collected = None
         if mesh is not None:
             of_sums, of_numbers = mesh.zeros(trained, numbers)
-            self._nothing, number = Totals(of_sums, *of_numbers), mesh.sharding()
+            self._nothing = Totals(of_sums, *of_numbers)
+            number: PyTree = mesh.sharding()
             self._added = shardings(self._nothing), mesh.sharding(mesh.axes)
-            collected = jax.tree.map(lambda _: number, self._nothing)
-            collected = collected._replace(sums=shardings(trained))
+            collected = Totals(shardings(trained), number, number, number)
             updated = shardings(trained), shardings(self.opt_state), number
         self._add = jax.jit(self._add_chunk, out_shardings=self._added)
         self._collect = jax.jit(_without_shards, out_shardings=collected)

@@ -240,7 +240,6 @@ class HostedLoader:
         self._start = self._before = 0  # first step here of this pass; its batches before that
         self._planned: PlannedLoader | None = None
         self._batches: Generator[tuple[Draw, Any]] | None = None
-        self._is_inside = False
 
     def begin(self, planned: PlannedLoader, done: int) -> None:
         """Yield the batches of `planned` from now on, after the `done` ones of a resumed pass.
@@ -249,8 +248,8 @@ class HostedLoader:
         number in the checkpoint.
         """
         engine = self._run.engine
-        self._planned, self._start, self._before = planned, engine.ledger.position, done
-        self._is_inside = self._start < engine.pass_end
+        self._planned, self._start = planned, engine.ledger.position
+        self._before = done if self._start < engine.pass_end else 0
 
     def num_done(self) -> int:
         """Return the number of physical batches of this pass that are on record."""
@@ -261,10 +260,7 @@ class HostedLoader:
     def __len__(self) -> int:
         if self._planned is None:
             return len(self.source) * self._times
-        if self._is_inside:
-            end = self._run.engine.pass_end
-            return self._before + self._planned.num_batches(self._start, end)
-        return len(self._planned)
+        return self._before + len(self._planned)
 
     def __iter__(self) -> Iterator[Any]:
         if self._planned is None:
@@ -272,13 +268,10 @@ class HostedLoader:
                 "Data were asked for before the private run began. Expected no batches before "
                 "training, such as those of a search for a batch size or learning rate."
             )
-        if self._batches is not None:  # a pass that was abandoned
-            self.end_pass()
-        if not self._is_inside:
-            self._start, self._before = self._run.engine.ledger.position, 0
+        self.end_pass()  # of one that was abandoned
         self._batches = self._planned.with_draws()
         for draw, batch in self._batches:
-            self._is_inside, self.is_last = True, draw.is_last
+            self.is_last = draw.is_last
             yield batch
         self.end_pass()
 
@@ -286,7 +279,8 @@ class HostedLoader:
         """End the pass; hosts that count to `len` never ask for a batch after the last."""
         if self._batches is not None:
             self._batches.close()
-        self._batches, self._is_inside = None, False
+            self._start, self._before = self._run.engine.ledger.position, 0
+        self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the pass; the callback saves the rest."""

@@ -333,9 +333,9 @@ class _WholeStep(WholeStep):
         self._calls, self._is_live, self._is_heard = list[None](), False, True
         self.result: Any = None
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the recorded `training_step` in place of the module's own."""
-        self._is_live = True
+    def run(self, *args: Any, is_heard: bool = True, **kwargs: Any) -> Any:
+        """Run the recorded `training_step` in place of the module's own, or silence its logging."""
+        self._is_live, self._is_heard = True, is_heard
         try:
             self(*args, **kwargs)
             return self.result
@@ -344,11 +344,7 @@ class _WholeStep(WholeStep):
 
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a `training_step` whose logging is silenced."""
-        self._is_heard = False
-        try:
-            result = self.run(*args, **kwargs)
-        finally:
-            self._is_heard = True
+        result = self.run(*args, is_heard=False, **kwargs)
         loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
         return loss
 

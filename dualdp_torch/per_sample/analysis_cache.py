@@ -36,12 +36,8 @@ _SAMPLE = 8  # examples that one process shares for the analysis by all
 #: Number of losses and shapes cached for one model.
 MAX_CACHED = 64
 _FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial}
-_HOOKS_OF_ALL_MODULES = (
-    nn.modules.module._global_forward_pre_hooks,
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_backward_pre_hooks,
-    nn.modules.module._global_backward_hooks,
-)
+#: Tables of hooks of a module; those of all modules are named alike.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: What these hold is not looked at; most attributes of these types are tables of the module itself.
 _CONTAINERS = {dict, OrderedDict, set, list, tuple}
 
@@ -140,15 +136,13 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
 
 def _hooks(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...]]:
     """Yield (module's place, kind, hook), without our own, which every recorder adds anew."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    tables = [(-1, kind, table) for kind, table in enumerate(_HOOKS_OF_ALL_MODULES)]
+    tables = [(-1, name, vars(nn.modules.module)[f"_global{name}"]) for name in _HOOKS]
     for place, module in enumerate(modules):
-        own = vars(module)
-        tables += [(place, kind, own[name]) for kind, name in enumerate(names) if own[name]]
-    for place, kind, table in tables:
+        tables += [(place, name, vars(module)[name]) for name in _HOOKS]
+    for place, name, table in tables:
         for hook in table.values():
             if not comes_from(hook, "dualdp_torch."):
-                yield place, kind, hook
+                yield place, name, hook
 
 
 def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,19 +12,6 @@ from torch.utils import _pytree as pytree
 
 from dualdp import _validate
 from dualdp_torch.rules.base import Tensor
-
-
-@functools.cache
-def _structure(count: int) -> Any:
-    """Structure of a tuple of leaves."""
-    return pytree.tree_structure((0,) * count)
-
-
-def flattened(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Return leaves and structure; of plain tensors, as usual, without a walk."""
-    if type(arguments) is tuple and {*map(type, arguments)} == {Tensor}:
-        return list(arguments), _structure(len(arguments))
-    return pytree.tree_flatten(arguments)
 
 
 def _refuse_array(leaf: Any) -> None:
@@ -53,7 +39,7 @@ class Batch:
         self, arguments: tuple[Any, ...], *, shares: bool = False, rows_per_unit: int = 1
     ) -> None:
         self._arguments, self._shares, self.rows_per_unit = arguments, shares, rows_per_unit
-        self.leaves, self.spec = flattened(arguments)
+        self.leaves, self.spec = pytree.tree_flatten(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
             if not torch.is_tensor(leaf):

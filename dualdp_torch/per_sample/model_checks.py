@@ -165,10 +165,7 @@ def _is_followed_by_children(module: Any) -> bool:
 def _group_norm(module: Any, num_groups: int) -> nn.GroupNorm:
     channels = module.num_features
     if isinstance(module, nn.BatchNorm1d) and channels == 1:
-        raise UnsupportedLayerError(
-            "BatchNorm1d(1) can't become a group norm, which makes one number a constant. Expected "
-            "nn.Identity() in its place, or nn.GroupNorm(1, 1) where it gets a row (1, length)."
-        )
+        raise UnsupportedLayerError("BatchNorm1d(1) would be a constant. Expected nn.Identity().")
     # Vectors and maps of one pixel have one value per channel: small groups would cancel it.
     least = _CHANNELS_OF_VECTORS if isinstance(module, nn.BatchNorm1d) else _CHANNELS_OF_MAPS
     most = max(1, channels // least)

@@ -63,10 +63,6 @@ class Forward:
         tracked = [t for t in given if not t.is_inference()]
         self.versions = [(t, t._version) for t in tracked]
 
-    def was_changed(self) -> bool:
-        """True if inputs, parameters or buffers were written to since its end."""
-        return any(t._version != version for t, version in self.versions)
-
     @property
     def is_formed(self) -> bool:
         """True if its gradients are formed from outputs and cotangents, not from captured uses."""

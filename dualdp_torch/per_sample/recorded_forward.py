@@ -157,15 +157,11 @@ def record_per_sample(
     recorder.is_due = record.is_due
     try:
         if check != "off":
-            twins.rows_of = _rows
+            twins.rows_of = lambda count: (
+                np.random.default_rng(count).permutation(count)[:_ROWS].tolist()
+            )
         yield record
         record.check()
     finally:
         twins.clear()
         recorder.detach()
-
-
-def _rows(count: int) -> list[int]:
-    """Rows of a block that are led through it alone."""
-    drawn: list[int] = np.random.default_rng(count).permutation(count)[:_ROWS].tolist()
-    return drawn

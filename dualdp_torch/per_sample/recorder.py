@@ -563,7 +563,7 @@ class Recorder:
         with self.pause():
             if forward.alone is not None:
                 return gradients_alone(forward.alone, cotangents, self.parameters, k)
-            if forward.was_changed():
+            if any(t._version != version for t, version in forward.versions):
                 raise ChangedInPlaceError(CHANGED)
             arguments = (*forward.batch.arguments(), cotangents)
             again = (
@@ -597,18 +597,10 @@ class Recorder:
         """Analyses of the model on batches like that of the first forward."""
         return self.forwards[0].cache if self.forwards else self._analysis.cache
 
-    def _purpose(self, purpose: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*purpose, "several") if len(self.forwards) > 1 else purpose
-
     def was_checked(self, purpose: tuple[Any, ...]) -> bool:
-        """True if this purpose was checked on batches like those of all forwards."""
-        own = self._purpose(purpose)
+        """True if this purpose was checked on batches like those of all forwards, so many."""
+        own = (*purpose, "several") if len(self.forwards) > 1 else purpose
         return all(own in forward.cache.checked for forward in self.forwards)
-
-    def note_checked(self, purpose: tuple[Any, ...]) -> None:
-        """Note that this purpose was checked, for one forward or for several of a batch."""
-        for forward in self.forwards:
-            forward.cache.checked |= {purpose, self._purpose(purpose)}
 
     def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
         """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
@@ -644,12 +636,9 @@ class Recorder:
 
     def reference(self, terms: Terms) -> Reference:
         """Return the definition of the recorded gradients, for a check."""
-        k, mask, starts = (
-            self.rows_per_unit,
-            terms.mask,
-            [forward.start for forward in self.forwards],
-        )
-        given = self.parameters, [start for start in starts if start is not None], mask
+        k = self.rows_per_unit
+        starts = [forward.start for forward in self.forwards if forward.start is not None]
+        given = self.parameters, starts, terms.mask
         if self.computes_loss:
             batch = self.forwards[0].batch
             return Reference(
@@ -658,14 +647,6 @@ class Recorder:
         each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
         batch = Batch(tuple(each), shares=True, rows_per_unit=k)
         return Reference(partial(forwards_of, k), self.model, batch, *given)
-
-    def numbers_again(
-        self, terms: Terms, method: str | None = None
-    ) -> Callable[[Reference], Numbers]:
-        """Return a function from another reference to numbers by a method, or the recorder's."""
-        # No bound method, so that no reference cycle keeps the recorder's tensors alive.
-        again = _recorded if self.computes_loss else _called
-        return partial(again, method or self.method, terms)
 
     def checked(
         self, numbers: Numbers, terms: Terms, purpose: tuple[Any, ...], **options: Any
@@ -676,7 +657,9 @@ class Recorder:
         then `vmap`, then the loop. A forward that draws random numbers has only the first way, as
         the others would draw other ones. `options` are those of `identity.check`.
         """
-        again = self.numbers_again(terms)
+        # No bound method, so that no reference cycle keeps the recorder's tensors alive.
+        run = _recorded if self.computes_loss else _called
+        again = partial(run, self.method, terms)
         failure: ExactnessError | UnsupportedLayerError | None = None
         drew = any(f.start is not None and f.has_drawn for f in self.forwards)
         tries = self.method == "auto" and options["is_first"] and not (self.computes_loss or drew)
@@ -684,7 +667,7 @@ class Recorder:
             for way in (None, "vmap", "loop"):
                 try:
                     if way is not None:
-                        numbers = self.numbers_again(terms, way)(self.reference(terms))
+                        numbers = run(way, terms, self.reference(terms))
                     compared = identity.check(self.reference(terms), numbers, again, **options)
                     break
                 except (ExactnessError, UnsupportedLayerError) as error:
@@ -698,8 +681,9 @@ class Recorder:
             if way == "loop":
                 forward.cache.give_up_vmap(self.model, str(failure))
         self.by_loop |= failure is not None and way == "loop"
-        if compared:
-            self.note_checked(purpose)
+        several = {(*purpose, "several")} if len(self.forwards) > 1 else set()
+        for forward in self.forwards if compared else ():
+            forward.cache.checked |= {purpose} | several
         return numbers, compared
 
     @contextlib.contextmanager

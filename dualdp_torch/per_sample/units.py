@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dualdp import _validate
-from dualdp_torch.per_sample.batch import Batch, check_losses, flattened, split_aux
+from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.rules.base import Tensor, wide
 
 #: Attribute of a loader's tensors with the `Mark` of their chunk.
@@ -38,8 +38,7 @@ class UnitLoss:
 
     def __call__(self, model: Any, *batch: Any) -> Any:
         """Return the (U,) losses of the units: weighted sums of their rows' losses, or means."""
-        leaves, _ = flattened(batch)
-        rows = next(leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf))
+        rows = next(len(leaf) for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf))
         weights, batch = (batch[0], batch[1:]) if self.has_weights else (None, batch)
         losses, aux = split_aux(self.loss_fn(model, *batch), self.has_aux)
         with torch._C.DisableTorchFunction():  # a capture has nothing to hear here

@@ -34,7 +34,7 @@ def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
-    form = _form(acts, grads_out, shape, transposed=transposed, **options)
+    form = _method(acts, grads_out, shape, transposed=transposed, has_gram=False, **options)
     if transposed:  # only "folded" takes this option
         options["transposed"] = True
     return conv_forms.FORMS[form](acts, grads_out, shape=shape, **options)
@@ -47,21 +47,12 @@ def grads_with_bias(
 
     A backward in which examples are groups returns both.
     """
-    if _form(acts, grads_out, shape, **options) != "folded":
+    if _method(acts, grads_out, shape, has_gram=False, **options) != "folded":
         return None
     pair: tuple[Tensor, Tensor] = conv_forms.FORMS["folded"](
         acts, grads_out, shape=shape, has_bias=True, **options
     )
     return pair
-
-
-def _form(acts: Tensor, grads_out: Tensor, shape: torch.Size, **options: Any) -> str:
-    """Return the form of a gradient, also of one that is not kept."""
-    method = _method(acts, grads_out, shape, **options)
-    if method != "gram":
-        return method
-    transposed, groups = options.get("transposed", False), options.get("groups", 1)
-    return _usual_form(acts, grads_out, shape, transposed, groups)
 
 
 def _is_large(acts: Tensor, shape: Sequence[int]) -> bool:
@@ -89,17 +80,18 @@ def _usual_form(
 
 
 def _method(
-    acts: Tensor, grads_out: Tensor, shape: torch.Size, *, transposed: bool = False, **o: Any
+    acts: Tensor, grads_out: Tensor, shape: torch.Size, *, has_gram: bool = True, **o: Any
 ) -> str:
-    """Return "gram" or the form of a kept gradient."""
-    usual = _usual_form(acts, grads_out, shape, transposed, o.get("groups", 1))
+    """Return the form of a gradient, or if norms are asked for (`has_gram`) perhaps "gram"."""
+    transposed, groups = o.get("transposed", False), o.get("groups", 1)
+    form = _usual_form(acts, grads_out, shape, transposed, groups)
     if transposed or acts.dim() != len(shape):  # several frames per example
         methods = ("folded",) if transposed or len(shape) > 4 else ("folded", "crb")
-        return base.choose("convolution", usual, methods, acts.shape[1:])
-    if _prefers_gram(acts, grads_out, shape, o.get("groups", 1)):
-        usual = "gram"
+        return base.choose("convolution", form, methods, acts.shape[1:])
+    is_gram = _prefers_gram(acts, grads_out, shape, groups)
     methods = ("gram", *(conv_forms.FORMS if acts.dim() <= 4 else ("folded",)))
-    return base.choose("convolution", usual, methods, acts.shape[1:])
+    found = base.choose("convolution", "gram" if is_gram else form, methods, acts.shape[1:])
+    return form if found == "gram" and not has_gram else found
 
 
 def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: torch.Size, groups: int) -> bool:

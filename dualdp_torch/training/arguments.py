@@ -98,12 +98,10 @@ def check(
     _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
     _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):  # as of SAM
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-        what = "evaluates its closure several times a step" if is_lbfgs else "climbs by first_step"
         raise ValueError(
-            f"optimizer is {type(optimizer).__name__}, which {what}, and each gradient would be a "
-            "release of its own. Expected one gradient a step, as SGD and Adam need; they take a "
-            "closure, too."
+            f"optimizer is {type(optimizer).__name__}, which evaluates its closure several times a "
+            "step, and each gradient would be a release of its own. Expected one gradient a step, "
+            "as SGD and Adam need; they take a closure, too."
         )
     if isinstance(optimizer, AdamBC):
         adam.require_independent(plan)

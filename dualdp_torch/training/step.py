@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp import adam
 from dualdp.exactness import ExactnessError
 from dualdp.ledger.ledger import Ledger, Release
 from dualdp.randomness import SegmentBits, noise_bits
@@ -331,7 +330,8 @@ class PrivateStep:
         with self.recorder.twins.suspended():
             draw, bound = self._draw, self._step(self._draw)
         if bound is not None and isinstance(optimizer, AdamBC):
-            stddev = adam.mean_noise_stddev(self._ledger.plan, draw.step, bound)
+            plan = self._ledger.plan  # of independent noise; this is that of the mean
+            stddev = plan.draw_stddev(draw.step, bound) / plan.expected_batch_size_at(draw.step)
             kwargs = {**kwargs, "noise_stddev": stddev}
         return args, kwargs
 

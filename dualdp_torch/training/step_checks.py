@@ -156,8 +156,9 @@ class StepChecks:
         checked then.
         """
         recorder = self._recorder
-        is_new = not recorder.was_checked(self._purpose) or recorder.analyses.by_data
-        return self.due is not None or (is_new and recorder.start is not None and self._may_check())
+        if self.due is not None or recorder.start is None or not self._may_check():
+            return self.due is not None
+        return recorder.analyses.by_data or not recorder.was_checked(self._purpose)
 
     def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> Numbers:
         """Return checked numbers of a batch: those that the engine computed, or by another way.

@@ -12,7 +12,9 @@ import inspect
 import os
 import pickle
 import random
+import sys
 import textwrap
+import types
 import warnings
 from types import SimpleNamespace
 
@@ -42,6 +44,8 @@ class Private:
         compares: whether steps are compared with rows alone; else the run is as a user's.
         compared: number of steps that were.
     """
+
+    tolerance = 1e-6  # of max_grad_norm
 
     def __init__(self, compares, **options):
         self.compares, self.options, self.compared = compares, options, 0
@@ -116,7 +120,7 @@ class Private:
                 for g in map(torch.from_numpy, alone)
             )
             gap = found * plan.expected_batch_size - expected
-            assert gap.norm() < 1e-6 * plan.max_grad_norm, float(gap.norm())
+            assert gap.norm() < self.tolerance * plan.max_grad_norm, float(gap.norm())
             self.compared += 1
 
 
@@ -184,12 +188,28 @@ def text_of(run):
     return "def " + textwrap.dedent(inspect.getsource(run)).partition("def ")[2]
 
 
-def changed(run, changes):
+def with_beside(run):
+    """Return a program as it is written, and the functions and classes of its file it names."""
+    beside = [run.__globals__.get(name) for name in run.__code__.co_names]
+    beside = [one for one in beside if getattr(one, "__module__", None) == run.__module__]
+    return "".join([text_of(run), *map(inspect.getsource, beside)])
+
+
+def lines_here(run):
+    """Return how many lines of a program its author did not write."""
+    text = with_beside(run)
+    return text.count("# dp") + text.count(".remaining()")
+
+
+def changed(run, changes, text=None, **names):
     """Return a function with parts of its text replaced, each an (old, new) pair."""
-    text, scope = text_of(run), dict(run.__globals__)
+    text = text or text_of(run)
     for old, new in changes:
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {run.__name__}"
         text = text.replace(old, new)
+    module = types.ModuleType("changed")  # of classes that are pickled
+    sys.modules["changed"], scope = module, module.__dict__
+    scope |= {**run.__globals__, **names, "__name__": "changed"}
     exec(text, scope)
     return scope[run.__name__]
 

@@ -283,7 +283,7 @@ def nano_gpt_loop(private):
             group["lr"] = get_lr(it)
         if it % 10 == 0:
             model.eval()
-            with torch.no_grad(), private.pause():
+            with torch.no_grad():
                 print(model(validation[:, :-1], validation[:, 1:])[1].item())
             model.train()
         x, y = text[:, :-1], text[:, 1:]

@@ -31,8 +31,6 @@ from dualdp.plan.correlated.strategies import (
 Vector = NDArray[np.float64]
 Graded = tuple[float, Vector]
 OBJECTIVES = ("mean", "max")
-#: Size of each family, by argument of `optimise`.
-SIZES = {"window": "bands", "band": "bands", "blt": "buffers"}
 _OPTIONS = {"maxfun": 2000, "maxiter": 2000, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-9}
 #: Loss of a strategy that grows out of range, above every other logarithm.
 _HOPELESS = 1e4
@@ -85,10 +83,9 @@ def optimise(
     McMahan et al. 2024 (2408.08868) for buffers; participations: Kalinin & Lampert 2024
     (2405.13763), Theorem 2. Parametrisation and adjoints are ours.
     """
-    _validate.choice("family", family, SIZES)
+    needed, best = _FAMILIES[_validate.choice("family", family, _FAMILIES)]
     n = _validate.integer("num_steps", num_steps, minimum=1, maximum=MOST_STEPS)
     sizes = {"bands": bands, "buffers": buffers}
-    needed = SIZES[family]
     if any((sizes[name] is None) == (name == needed) for name in sizes):
         raise ValueError(
             f"bands={bands!r} and buffers={buffers!r} for family={family!r}. Expected {needed}= "
@@ -98,7 +95,7 @@ def optimise(
     separation, most = participations(n, min_separation, max_participations)
     _validate.choice("objective", objective, OBJECTIVES)
     source, error = error_of(workload, n, objective)
-    return _FAMILIES[family](min(size, n), Problem(source, error, separation, most))
+    return best(min(size, n), Problem(source, error, separation, most))
 
 
 def error_of(
@@ -296,8 +293,9 @@ def _best_blt(buffers: int, problem: Problem) -> BLT:
     return BLT(tuple(decays[order]), tuple(scales[order]))
 
 
-_FAMILIES: dict[str, Callable[[int, Problem], Strategy]] = {
-    "window": _best_window,
-    "band": _best_band,
-    "blt": _best_blt,
+#: Argument of `optimise` that is the size of a family, and the search for its best strategy.
+_FAMILIES: dict[str, tuple[str, Callable[[int, Problem], Strategy]]] = {
+    "window": ("bands", _best_window),
+    "band": ("bands", _best_band),
+    "blt": ("buffers", _best_blt),
 }

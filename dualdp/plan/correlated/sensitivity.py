@@ -30,10 +30,9 @@ def participations(
     """
     separation = _validate.integer("min_separation", min_separation, minimum=1)
     separation = min(separation, max(num_steps, 1))
-    fitting = -(-num_steps // separation)
-    if max_participations is None:
-        return separation, fitting
-    most = _validate.integer("max_participations", max_participations, minimum=1)
+    most = fitting = -(-num_steps // separation)
+    if max_participations is not None:
+        most = _validate.integer("max_participations", max_participations, minimum=1)
     return separation, min(fitting, most)
 
 

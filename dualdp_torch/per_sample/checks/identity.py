@@ -353,7 +353,9 @@ class _Comparison:
             signed = self._signed(few if is_reduced else self.rows)
             if self.numbers.runs_examples:
                 error, _ = _distance(*signed(self.reference, self.numbers))
-                if not self._tolerates(error) and self._are_as_alone(few):
+                if not self._tolerates(error) and (
+                    self._has_drawn or all(map(self._is_as_alone, few))
+                ):
                     # A backward that is not linear, as by `register_hook(lambda g: g / g.norm())`,
                     # is another one for each row: those that ran alone are right.
                     self._judge(self._of_rows(few, Reference.gradient_alone), what)
@@ -362,38 +364,33 @@ class _Comparison:
         if is_released and self.numbers.sums is not None and self.numbers.factors is not None:
             self._judge(self._released(), what)
 
-    def _are_as_alone(self, rows: Sequence[int]) -> bool:
-        """True if the outputs of rows alone are those that they have in the batch."""
-        alone = [self.reference.run(self.reference.batch.rows(slice(k, k + 1))) for k in rows]
-        gaps = [
-            relative_gap(self._base.outputs, run.outputs, row, 0)
-            for row, run in zip(rows, alone, strict=True)
-        ]
-        return self._has_drawn or self._tolerates(max(gaps) / _CLOSER)
+    def _is_as_alone(self, row: int) -> bool:
+        """True if the outputs of a row alone are those that it has in the batch."""
+        one = self.reference.run(self.reference.batch.rows(slice(row, row + 1)))
+        return self._tolerates(relative_gap(self._base.outputs, one.outputs, row, 0) / _CLOSER)
 
     def _signed(self, rows: Sequence[int]) -> _Sides:
         """Sides of the sum of sign times factor times gradient."""
         signs, names = self._signs(rows), [*self.reference.parameters]
-
-        def weights(numbers: Numbers) -> Tensor:
-            return signs.to(numbers.norms) * numbers.weights()
-
-        return _of_sum(names, weights, lambda numbers, own: numbers.sum_of(names, own))
+        return _of_sum(
+            names,
+            lambda numbers: signs.to(numbers.norms) * numbers.weights(),
+            lambda numbers, own: numbers.sum_of(names, own),
+        )
 
     def _released(self) -> _Sides:
         """Sides of the sum as it is released; of per-layer clipping that of one drawn group."""
-        numbers, kept = self.numbers, torch.zeros(len(self.numbers.norms), dtype=torch.bool)
+        numbers, kept = self.numbers, torch.zeros_like(self.numbers.norms, dtype=torch.bool)
         kept[self.rows] = True
         groups = numbers.groups(self.reference.parameters)
         group = self.draw.choice(sorted(groups))
         names = groups[group]
-        bound = float((numbers.bounds or {}).get(group, math.inf))
-
-        def weights(numbers: Numbers) -> Tensor:
-            own = (numbers.factors or {})[names[0]]
-            return own.where(kept.to(own.device), 0)
-
-        return _of_sum(names, weights, lambda numbers, own: numbers.sums or {}, bound)
+        return _of_sum(
+            names,
+            lambda numbers: (numbers.factors or {})[names[0]].where(kept, 0),
+            lambda numbers, own: numbers.sums or {},
+            float((numbers.bounds or {}).get(group, math.inf)),
+        )
 
     def _signs(self, rows: Sequence[int]) -> Tensor:
         """(n,) numbers of both signs between 1/2 and 1 at these rows, 0 elsewhere."""
@@ -513,19 +510,13 @@ class _Comparison:
 
     def _refuse_outputs(self, index: Tensor, row: int) -> None:
         """Refuse outputs that moved with the other rows, unless by rounding or by the draws."""
-        reference = self.reference
-
-        def apart(reference: Reference) -> float:
-            return relative_gap(
-                reference.run().outputs, reference.with_rows(index).run().outputs, row
-            )
-
-        if not self._tolerates(
-            relative_gap(self._base.outputs, reference.run().outputs, row) / _CLOSER
-        ):
+        again = relative_gap(self._base.outputs, self.reference.run().outputs, row)
+        if not self._tolerates(again / _CLOSER):
             self.note(IMPOSSIBLE)  # the same rows give other outputs
         elif not self._has_drawn or self._draws_alike(index):
-            self._refuse_apart(apart)
+            self._refuse_apart(
+                lambda of: relative_gap(of.run().outputs, of.with_rows(index).run().outputs, row)
+            )
 
     def _refuse_apart(self, apart: Callable[[Reference], float]) -> None:
         """Refuse outputs of a row that depend on other rows, also in float64."""

@@ -359,10 +359,10 @@ class Twins(TorchFunctionMode):
         for tensor in self._batch if self.is_on else ():
             axes = [axis for axis, size in enumerate(tensor.shape) if size == num_rows]
             self._take(tensor, axes[0] if axes else None)
-        for rows, twin in itertools.product(lists, self.twins):
+        for of_list, twin in itertools.product(lists, self.twins):
             places = range(num_rows) if twin.is_alone else twin.index.tolist()
-            for row, place in zip(rows, places, strict=True):
-                for tensor, own in zip(row, rows[place], strict=False):
+            for row, place in zip(of_list, places, strict=True):
+                for tensor, own in zip(row, of_list[place], strict=False):
                     self._rows[tensor] = True
                     twin.tensors[tensor] = twin.placed(own.detach()).clone()
         self._listen()
@@ -832,31 +832,29 @@ def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
 
     Return what the twin's rows get, which is what they get in the batch.
     """
-    axes, rows = set[int](), torch.arange(twin.own.start, twin.own.stop)
+    if not twin.is_alone:
+        return func(*ours[0], **ours[1])
+    axes, own, rows = [], iter(_leaves(ours)), torch.arange(twin.own.start, twin.own.stop)
 
-    def spread(theirs: Any, own: Any) -> Any:
+    def spread(theirs: Any) -> Any:
+        one = next(own)
         if not isinstance(theirs, Tensor):
             return theirs
-        sizes = enumerate(zip(theirs.shape, own.shape, strict=True))
+        sizes = enumerate(zip(theirs.shape, one.shape, strict=True))
         axis = next((i for i, (whole, some) in sizes if whole != some), None)
-        own = own.to(theirs.device)
+        one = one.to(theirs.device)
         if axis is None:
-            return own
-        axes.add(axis)
-        return theirs.detach().index_copy(axis, rows.to(theirs.device), own)
+            return one
+        axes.append(axis)
+        return theirs.detach().index_copy(axis, rows.to(theirs.device), one)
 
     def own_rows(tensor: Any) -> Any:
         axis = min(axes, default=0)
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
+        if isinstance(tensor, Tensor) and tensor.shape[axis : axis + 1] == (twin.n * twin.k,):
             return tensor.index_select(axis, rows.to(tensor.device))
         return tensor
 
-    if not twin.is_alone:
-        return func(*ours[0], **ours[1])
-    own = iter(_leaves(ours))
-    args, kwargs = _mapped(lambda theirs: spread(theirs, next(own)), loops)
+    args, kwargs = _mapped(spread, loops)
     return _mapped(own_rows, [func(*args, **kwargs)])[0]
 
 

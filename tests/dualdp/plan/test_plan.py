@@ -163,7 +163,7 @@ def test_calibrate_needs_an_end_and_no_noise():
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
         ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm is a list of 2 bounds. Expected one number"),
         ({"delta": 0}, "delta=0 is out of range"),
-        ({"delta": 0.5}, "delta=0.5 is above 1 / num_examples = 0.001: an example published"),
+        ({"delta": 0.5}, "delta=0.5 is above 1 / num_examples. Expected less."),
         ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),
         ({"max_batch_size": 70}, "max_batch_size=70 with sampler='poisson'"),
         ({"sampler": "truncated_poisson"}, "max_batch_size=None with sampler='truncated_poisson'"),

@@ -36,6 +36,7 @@ def test_a_constant_is_a_number():
     assert schedules.to_json(1.1) == schedules.from_json("x", 1.1) == 1.1
     assert type(make(noise_multiplier=2).noise_multiplier) is float
     assert schedules.Warmup(6, 3) == schedules.Warmup(6.0, 3)
+    assert make(noise_multiplier=schedules.Constant(2)) == make(noise_multiplier=2)
 
     class Own(schedules.Schedule):
         """One that no file can name."""

@@ -426,3 +426,15 @@ def test_a_run_under_strict_promotion_is_the_run_without():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         found = end()
     jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
+@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass"])
+def test_a_parameter_without_numbers_is_one(method):
+    def loss_fn(params, x):
+        return (x @ params["w"]) ** 2 + (params["none"] @ jnp.ones((4, 2))).sum()
+
+    params = {"w": jnp.ones(4), "none": jnp.zeros((0, 4))}
+    found = dpj.clipped_grad_sum(loss_fn, params, X, max_grad_norm=0.7, method=method)
+    plain = dpj.clipped_grad_sum(lambda w, x: (x @ w) ** 2, params["w"], X, max_grad_norm=0.7)
+    np.testing.assert_allclose(found.grads["w"], plain.grads, rtol=1e-5)
+    assert found.grads["none"].shape == (0, 4)

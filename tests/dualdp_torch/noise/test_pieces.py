@@ -51,24 +51,18 @@ def test_noise_of_pieces_is_that_of_the_whole(mode, size):
 def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
     """No process holds the whole noise: what is drawn for a piece is bounded by its length."""
     drawn = []
-    for module in (threefry, grid_noise):
-        fill = module.fill_between
+    for module, name, numbers in (
+        (threefry, "threefry2x32", lambda key, high, low: len(high)),
+        (grid_noise, "keystream", lambda key, first, num_bytes: num_bytes // 8),
+        (noise, "keyed_generator", lambda *args: 1 << 16),
+    ):
+        right = getattr(module, name)
 
-        def counted(out, start, *, size, block, draw, threads=None, fill=fill):
-            def seen(index, length):
-                drawn.append(length)
-                return draw(index, length)
+        def seen(*args, right=right, numbers=numbers):
+            drawn.append(numbers(*args))
+            return right(*args)
 
-            fill(out, start, size=size, block=block, draw=seen, threads=threads)
-
-        monkeypatch.setattr(module, "fill_between", counted)
-    keyed_generator = noise.keyed_generator
-
-    def seen_block(*args):
-        drawn.append(1 << 16)
-        return keyed_generator(*args)
-
-    monkeypatch.setattr(noise, "keyed_generator", seen_block)
+        monkeypatch.setattr(module, name, seen)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
     released(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})

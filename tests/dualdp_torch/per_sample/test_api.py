@@ -58,6 +58,12 @@ def test_losses_of_another_shape_are_refused(method, loss, error, match):
         ((np.zeros((N, 6), np.float32),), TypeError, r"NumPy array of shape \(4, 6\)"),
         ((data(N, 6), torch.tensor(1.0)), ValueError, "tensor without axes"),
         (("text",), ValueError, "hold no tensor"),
+        ((torch.eye(N, 6).to_sparse(),), TypeError, r"a sparse tensor.*x.to_dense\(\)"),
+        (
+            (torch.nested.nested_tensor([data(2, 6), data(3, 6)], layout=torch.jagged),),
+            TypeError,
+            r"a nested tensor.*to_padded_tensor\(x, 0.0\)",
+        ),
     ],
 )
 def test_batches_without_one_n_are_refused(batch, error, match):

@@ -198,7 +198,7 @@ def test_inputs_inside_a_checkpoint_are_not_held_before_the_backward():
 def test_a_checkpointed_forward_leaves_nothing_in_memory():
     model = Checkpointed("nested")
     names = {id(p): name for name, p in model.named_parameters()}
-    with Capture(names, model=model) as capture:
+    with Capture(names) as capture:
         total = model(ids(9, 6, T)).sum()
     capture.backward(total, dict(model.named_parameters()))
     graph, use = weakref.ref(total), weakref.ref(capture.uses[1])

@@ -30,6 +30,7 @@ from dualdp_torch.rules import RULES, together
 from dualdp_torch.training import step as private_step
 from tests.dualdp_torch.checks import data, ids, randomise
 from tests.dualdp_torch.loop import build, by_hand, plan, start, train
+from tests.dualdp_torch.per_sample.checks.test_right_loops import Variational
 from tests.tiers import first
 
 LATE = 25  # first step at which a fault shows
@@ -734,18 +735,6 @@ def once(model, optimizer, x, y):
 
 
 # ---------------------------------------------------------------------- two passes (89, 90)
-
-
-class Variational(nn.Module):
-    """Its first output is made from the two others."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode, self.decode = nn.Linear(6, 8), nn.Linear(4, 6)
-
-    def forward(self, x):
-        mean, spread = self.encode(x).chunk(2, 1)
-        return self.decode(mean + torch.randn_like(mean) * spread), mean, spread
 
 
 def of_variational(model, x):

@@ -98,7 +98,7 @@ def test_noise_that_was_drawn_is_in_nothing_that_is_saved_or_shown(name, tmp_pat
     path, run = tmp_path / "run.safetensors", plan(name, seed=None)
     engine, model, optimizer, loader = begin(run, parts("sgd"))
     noises(engine, model, optimizer, loader.remaining(), path, save_at=STEPS - 1)
-    sources = [source for source in gc.get_objects() if isinstance(source, NoiseSource)]
+    sources = [source for source in gc.get_objects() if type(source) is NoiseSource]
     secrets = [
         row for source in sources if source.held for kept in source.held.kept for row in kept
     ]

@@ -241,6 +241,13 @@ def test_gradients_around_the_model_are_refused():
         loss.backward()
 
 
+def test_gradients_of_parameters_are_not_for_a_log():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    with pytest.raises(RuntimeError, match="has not: what it gets is the noisy mean, in p.grad"):
+        torch.autograd.grad(F.cross_entropy(model(x), y), model[0].weight)
+
+
 def test_a_term_without_data_is_added_before_the_step():
     """The way out that the refusal of such a term in the loss names."""
     weights = {}
@@ -349,6 +356,8 @@ def test_wrong_objects_are_refused():
         start(("model", optimizer, loader), plan=plan())
     with pytest.raises(TypeError, match="optimizer is a str"):
         start((model, "sgd", loader), plan=plan())
+    with pytest.raises(TypeError, match="optimizer is a list.*holds all parameters and steps each"):
+        start((model, [optimizer], loader), plan=plan())
     engine, *_ = start((model, optimizer, loader), plan=plan())
     with pytest.raises(AccountingError, match="This engine has a run already"):
         engine.make_private(module=model, optimizer=optimizer, data_loader=loader, plan=plan())

@@ -8,27 +8,19 @@ import pickle
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp
 import dualdp.torch as dpt
 from dualdp_torch.training import opacus_names
+from tests.dualdp_torch import loop
 
 
 def parts():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    data = TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
-    return {
-        "module": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data_loader": DataLoader(data, batch_size=5),
-    }
+    return dict(zip(("module", "optimizer", "data_loader"), loop.build(), strict=True))
 
 
 def start(**changes):
-    engine, given = dpt.PrivacyEngine(accountant="rdp"), parts()
-    changes = {"noise_multiplier": 1.1, "max_grad_norm": 0.5, **changes}
-    return (engine, *engine.make_private(**given, **changes))
+    return loop.start(**{"noise_multiplier": 1.1, "max_grad_norm": 0.5, **changes})
 
 
 def backward(model, batch):
@@ -90,7 +82,7 @@ def test_the_optimizer_shows_the_plan_and_nothing_stays():
     )
     before = optimizer.state_dict()
     assert optimizer.noise_multiplier is engine.plan.noise_multiplier
-    assert (optimizer.expected_batch_size, optimizer.max_grad_norm) == (5.0, 0.5)
+    assert (optimizer.expected_batch_size, optimizer.max_grad_norm) == (12.0, 0.5)
     for batch in loader:
         backward(model, batch)
         optimizer.step()

@@ -139,7 +139,7 @@ def test_a_climb_without_a_closure_is_refused_at_set_up():
                 p.data.add_(p.grad, alpha=0.05)
 
     model, _, loader = build()
-    with pytest.raises(ValueError, match="optimizer is SAM, which climbs by first_step, and each"):
+    with pytest.raises(ValueError, match="optimizer is SAM, which evaluates its closure several"):
         start((model, SAM(model.parameters(), lr=0.1), loader), plan=plan())
 
 

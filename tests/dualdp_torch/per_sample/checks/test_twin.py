@@ -282,18 +282,15 @@ def test_two_right_losses_of_two_parts_pass(run):
 
 
 class Balanced(nn.Module):
-    """Keeps a term of the loss on itself."""
+    """Keeps a statistic of the batch on itself."""
 
-    def __init__(self, detached=False):
+    def __init__(self):
         super().__init__()
-        self.gate, self.head = nn.Linear(6, 4), nn.Linear(6, 3)
-        self.detached, self.balance = detached, None
+        self.gate, self.head, self.balance = nn.Linear(6, 4), nn.Linear(6, 3), None
 
     def forward(self, x):
         shares = self.gate(x).softmax(1)
-        self.balance = shares.mean(0).square().sum()
-        if self.detached:
-            self.balance = self.balance.detach()
+        self.balance = shares.detach().mean(0).square().sum()
         return self.head(x) * shares.sum(1, keepdim=True)
 
 
@@ -400,7 +397,15 @@ def test_twins_change_no_tensor_of_the_loop():
         kept.append(y + 1)
         y.zero_()
 
-    kept = []
+    def beside(model, x, y, step):
+        loss = F.cross_entropy(model(x), y)
+        teacher(x)
+        kept.append(x.mean(0))
+        loss.backward()
+
+    kept, teacher = [], nn.BatchNorm1d(6)
+    engine_loop(beside, steps=1)
+    torch.testing.assert_close(teacher.running_mean, 0.1 * kept.pop())
     engine_loop(loop, checks=1.0)
     assert not centre.any()
     engine_loop(other, steps=2)
@@ -514,7 +519,7 @@ def test_a_statistic_that_the_model_keeps_is_refused_on_the_next_batch():
         (F.cross_entropy(model(x), y) * model.balance).backward()
 
     with pytest.raises((ValueError, ExactnessError), match="What one example|mixes the examples"):
-        engine_loop(loop, randomise(Balanced(detached=True)))
+        engine_loop(loop, randomise(Balanced()))
 
 
 # ---------------------------------------------------------------------- lists of rows
