@@ -672,6 +672,10 @@ class Recorder:
                     break
                 except (ExactnessError, UnsupportedLayerError) as error:
                     failure = failure or error
+                    if way is None and not (self.computes_loss or drew):
+                        with contextlib.suppress(UnsupportedLayerError):
+                            projected = again(self.reference(terms))
+                            _require_outputs([*self.parameters], numbers, projected)
                     if isinstance(failure, UnsupportedLayerError) or not tries:
                         raise
                     if way == "loop":
@@ -764,6 +768,22 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
         gradients, found, _ = call.gradients()
         terms = terms._replace(mask=mask)
         return numbers_of(gradients, found, terms, is_definition=call.is_definition)
+
+
+def _require_outputs(names: list[str], recorded: Numbers, projected: Numbers) -> None:
+    """Raise if gradients came by another way than the outputs, which no definition has.
+
+    `projected` are the numbers of the outputs times their cotangents, by the same method.
+    """
+    ones = torch.ones_like(recorded.norms)
+    found, by_outputs = recorded.sum_of(names, ones), projected.sum_of(names, ones)
+    pairs = [(recorded.norms, projected.norms), *((found[n], by_outputs[n]) for n in found)]
+    if any((a - b).norm() > torch.finfo(a.dtype).eps ** 0.5 * a.norm() for a, b in pairs):
+        raise ExactnessError(
+            "The loss has a term that does not come from what the model returned, such as one that "
+            "forward keeps on the module. Nothing was released for this batch. Return it from "
+            "forward, with one value per example, and take their mean into the loss."
+        )
 
 
 def _recorded(method: str, terms: Terms, reference: Reference) -> Numbers:

@@ -69,7 +69,7 @@ def exported(face):
 #: Public names that no page shows: modules, tables, and internals.
 ELSEWHERE = {
     "dualdp": {
-        *("layouts", "__version__"),
+        *("__version__"),
         *("plan.PrivacyPlan", "testing.FALSE_ALARM"),
     },
     "dualdp.torch": {"METHODS", "RULES", "weights"},

@@ -47,6 +47,46 @@ def test_reversible_blocks_are_refused_in_the_loop(mode):
     assert len(engine.ledger) == 0
 
 
+# ---------------------------------------------------------------------- 64
+
+
+class Balanced(nn.Module):
+    """Gated classes; the gate's load is a term of the loss, kept or returned."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.gate, self.head, self.returns = nn.Linear(6, 3), nn.Linear(6, 3), returns
+
+    def forward(self, x):
+        gate = self.gate(x).softmax(1)
+        load = gate.square().sum(1)
+        self.load = load.mean()
+        logits = self.head(x) * gate
+        return (logits, load) if self.returns else logits
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_a_term_that_forward_keeps_is_refused_and_returned_it_is_right(mode):
+    """64: it is in the captured gradients, and in no definition by outputs; "auto" dropped it."""
+    for returns in (False, True):
+        model = randomise(Balanced(returns))
+        engine, model, optimizer, loader = start(
+            (model, torch.optim.SGD(model.parameters(), lr=0.1), build()[2]),
+            plan=plan(),
+            grad_sample_mode=mode,
+        )
+        x, y, _ = next(iter(loader))
+        out, load = model(x) if returns else (model(x), model.load)
+        (F.cross_entropy(out, y % 3) + load.mean()).backward()
+        if returns:
+            optimizer.step()
+        else:
+            with pytest.raises(ExactnessError, match="does not come from what the model returned"):
+                optimizer.step()
+        assert len(engine.ledger) == returns
+        engine.detach()
+
+
 # ---------------------------------------------------------------------- 65
 
 
