@@ -69,8 +69,7 @@ def exported(face):
 #: Public names that no page shows: modules, tables, and internals.
 ELSEWHERE = {
     "dualdp": {
-        *("__version__"),
-        *("plan.PrivacyPlan", "testing.FALSE_ALARM"),
+        *("__version__", "plan.PrivacyPlan", "testing.FALSE_ALARM"),
     },
     "dualdp.torch": {"METHODS", "RULES", "weights"},
     "dualdp.jax": {"METHODS", "RULES", "weights"},
