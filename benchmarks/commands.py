@@ -17,10 +17,11 @@ from typing import Annotated
 import typer
 
 from benchmarks import accounting, measure, reports, results, suites, systems
-from benchmarks.results import Results, Row
+from benchmarks.results import Row
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 LIMIT = 900  # seconds of one row
+COMMAND = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
 app = typer.Typer(
     help="Measure speed, memory and accounting; every command writes and shows a results file.",
@@ -108,14 +109,10 @@ def run(
     for row in todo:
         done.append(in_own_process(row, options))
         typer.echo(reports.line(done[-1]), err=True)
-        written = results.write(_collected(suite, done, name, threads), out)
+        made = results.collect(suite, done, device=name, threads=threads, command=COMMAND)
+        written = results.write(made, out)
     typer.echo(reports.markdown(results.read(written)))
     typer.echo(written)
-
-
-def _collected(suite: str, rows: list[Row], device: str, threads: int) -> Results:
-    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    return results.collect(suite, rows, device=device, threads=threads, command=command)
 
 
 Stacks = Annotated[list[str], typer.Option("--stack", help="torch, jax; or both.")]
@@ -172,7 +169,9 @@ def measure_accounting(
     """Time and tightness of the accountants beside dp-accounting's and Opacus'."""
     limit_threads(threads)
     rows = list(accounting.rows(quick=quick))
-    written = results.write(_collected("accounting", rows, results.processor(), threads), out)
+    name = results.processor()
+    made = results.collect("accounting", rows, device=name, threads=threads, command=COMMAND)
+    written = results.write(made, out)
     typer.echo(reports.markdown(results.read(written)))
     typer.echo(written)
 

@@ -36,9 +36,6 @@ class Protocol:
     memory: bool = True
 
 
-QUICK = Protocol(rounds=3, warmup=1)
-
-
 def interleave(
     calls: Mapping[str, Callable[[], Any]], protocol: Protocol
 ) -> dict[str, list[float]]:

@@ -101,9 +101,8 @@ def _cells(row: Row) -> list[str]:
 def speed_table(files: list[Results]) -> str:
     """Return one table, a line a workload: our sum and whole step, and the best peer's sum."""
     measured = [row for results in files for row in results.rows if row.sum]
-    header, lines = ["examples per step"], []
-    for stack in STACKS:
-        header += [f"{stack}: clipped sum", "best peer's", "whole step"]
+    columns = [(f"{stack}: clipped sum", "best peer's", "whole step") for stack in STACKS]
+    lines = []
     for name in dict.fromkeys(row.workload for row in measured):
         of_stack = [[r for r in measured if (r.stack, r.workload) == (s, name)] for s in STACKS]
         batches = dict.fromkeys(str(row.batch) for rows in of_stack for row in rows)
@@ -119,7 +118,7 @@ def speed_table(files: list[Results]) -> str:
             ]
         lines.append(cells)
     where = dict.fromkeys(f"{r.device}, {r.threads} threads, {r.date}, {r.commit}" for r in files)
-    return f"{_table(header, lines)}\n{'; '.join(where)}.\n"
+    return f"{_table(['examples per step', *sum(columns, ())], lines)}\n{'; '.join(where)}.\n"
 
 
 def update(page: Path, files: list[Results]) -> None:

@@ -59,7 +59,9 @@ def test_a_row_is_measured(stack):
     row = Row(suite="speed", stack=stack, workload="mlp", options={"width": 8}, batch=4, system="")
     for name in (NON_PRIVATE, OURS):
         setting = measure.setting_of(row, "cpu")
-        found = measure.measure(made, replace(row, system=name), setting, measure.QUICK)
+        found = measure.measure(
+            made, replace(row, system=name), setting, measure.Protocol(rounds=3, warmup=1)
+        )
         numbers = found.seconds, found.sum, found.step, found.first, found.memory
         assert all(number and number > 0 for number in numbers), found
 
