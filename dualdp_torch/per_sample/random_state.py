@@ -222,18 +222,18 @@ class NoRandomness(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if func in _WITH_DROPOUT:
             at, p = _WITH_DROPOUT[func]
-            at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
+            at += func in RECURRENT and isinstance(args[3], list)  # packed: one argument more
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             kwargs |= {p: 0.0} if p in kwargs else {}
         out = func(*args, **kwargs)
         return out.detach().fill_(0.5) if name in _DRAWS else out
 
 
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 #: Functions with dropout inside: its position and name among the arguments.
 _WITH_DROPOUT = {
     F.scaled_dot_product_attention: (4, "dropout_p"),
     F.multi_head_attention_forward: (10, "dropout_p"),
-    **{function: (5, "dropout") for function in _RECURRENT},
+    **{function: (5, "dropout") for function in RECURRENT},
 }
 _DRAWS = {"rand", "randn", "rand_like", "randn_like", "normal", "bernoulli", "uniform"}

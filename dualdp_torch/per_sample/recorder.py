@@ -250,8 +250,7 @@ class Recorder:
             self.forwards.append(forward)
             self.is_inside = True
             self.twins.enter_model(args, kwargs, batch.num_rows, self.model)
-        if self.computes_loss:
-            self._autocast = autocast_dtypes()
+        self._autocast = autocast_dtypes()
         problem = self._analysis.begin(batch)
         forward.cache = self._analysis.cache
         if not self.by_loop:
@@ -661,8 +660,8 @@ class Recorder:
         run = _recorded if self.computes_loss else _called
         again = partial(run, self.method, terms)
         failure: ExactnessError | UnsupportedLayerError | None = None
-        drew = any(f.start is not None and f.has_drawn for f in self.forwards)
-        tries = self.method == "auto" and options["is_first"] and not (self.computes_loss or drew)
+        is_tried = self.method == "auto" and options["is_first"] and not self.computes_loss
+        tries = is_tried and not self._drew()
         with self.unchanged():
             for way in (None, "vmap", "loop"):
                 try:
@@ -693,10 +692,15 @@ class Recorder:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which the model may be run; its state and generators are restored after."""
-        # The host's, around its step.
-        host = autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext()
-        with self.pause(), self.twins.suspended(), unchanged(self.model), host:
+        # The host's, around its step; and masks of dropout differ with the precision of a forward.
+        is_same = self.computes_loss or self._drew()
+        around = autocast_as(self._autocast) if is_same else contextlib.nullcontext()
+        with self.pause(), self.twins.suspended(), unchanged(self.model), around:
             yield
+
+    def _drew(self) -> bool:
+        """True if a recorded forward drew random numbers."""
+        return any(f.start is not None and f.has_drawn for f in self.forwards)
 
 
 class _Recorded(partial[Any]):

@@ -38,7 +38,7 @@ from dualdp_torch.per_sample.checks.readings import (
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
 from dualdp_torch.per_sample.outputs import partial_gradients
 from dualdp_torch.per_sample.parameter_use import never_compiled
-from dualdp_torch.per_sample.random_state import RandomState
+from dualdp_torch.per_sample.random_state import RECURRENT, RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
 
@@ -867,7 +867,13 @@ class _OwnDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
-        if getattr(func, "__name__", "").rstrip("_") not in _RANDOM:
+        is_drawing = getattr(func, "__name__", "").rstrip("_") in _RANDOM
+        if func in RECURRENT:  # its states hold the rows on axis 1, and it does not look at shapes
+            at = 5 + isinstance(args[3], list)  # packed: one argument more
+            is_drawing = args[at] > 0 and args[at + 1]
+            if is_drawing:
+                raise NotImplementedError("The row's part of this dropout is not known.")
+        if not is_drawing:
             return func(*given[0], **given[1])
         n, k = self._twin.n, self._twin.k
 

@@ -409,6 +409,48 @@ def test_random_numbers_that_cannot_be_drawn_again_are_on_record(caplog):
     assert caplog.text.count("Not checked, and noted in the ledger: The model draws") == 1
 
 
+def test_dropout_under_autocast_is_drawn_again():
+    """Masks of bfloat16 are other ones than those of float32."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, model, optimizer, loader = start(
+        (model, optimizer, build()[2]), plan=plan(num_steps=4), checks=1.0
+    )
+    for x, y, _ in loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert "check_impossible" not in engine.ledger.to_json()
+
+
+class Remembers(nn.Module):
+    """Keeps what its recurrent layer gave, for a picture."""
+
+    def __init__(self, layer, dropout, batch_first):
+        super().__init__()
+        self.layer = getattr(nn, layer)(6, 4, 2, dropout=dropout, batch_first=batch_first)
+        self.head, self.rows = nn.Linear(4, 3), 0 if batch_first else 1
+
+    def forward(self, x):
+        out, _ = self.layer(torch.stack([x, -x], 1 - self.rows))
+        self.last = out.detach()
+        return self.head(out.mean(1 - self.rows))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
+def test_a_recurrent_model_may_keep_what_it_gave(layer, dropout, batch_first):
+    """Its states have the rows on axis 1, and a call of other sizes ends the process."""
+    model = Remembers(layer, dropout, batch_first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *private = start((model, optimizer, build()[2]), plan=plan(num_steps=4), checks=1.0)
+    train(*private)
+    assert engine.ledger
+    assert "check_impossible" not in engine.ledger.to_json()
+
+
 # ---------------------------------------------------------------------- state (62)
 
 
