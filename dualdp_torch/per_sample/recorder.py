@@ -671,12 +671,11 @@ class Recorder:
                     break
                 except (ExactnessError, UnsupportedLayerError) as error:
                     failure = failure or error
-                    if way is None and not (self.computes_loss or drew):
-                        with contextlib.suppress(UnsupportedLayerError):
-                            projected = again(self.reference(terms))
-                            _require_outputs([*self.parameters], numbers, projected)
                     if isinstance(failure, UnsupportedLayerError) or not tries:
                         raise
+                    if way is None:  # the cotangents as they came: a backward may not be linear
+                        projected = again(self.reference(terms._replace(scale=1.0)))
+                        _require_outputs([*self.parameters], numbers, projected, terms.scale)
                     if way == "loop":
                         raise failure from None
         for forward in self.forwards if failure else ():
@@ -774,14 +773,15 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
         return numbers_of(gradients, found, terms, is_definition=call.is_definition)
 
 
-def _require_outputs(names: list[str], recorded: Numbers, projected: Numbers) -> None:
-    """Raise if gradients came by another way than the outputs, which no definition has.
+def _require_outputs(names: list[str], recorded: Numbers, projected: Numbers, scale: float) -> None:
+    """Raise if gradients came by another way than the outputs: "auto" would leave them out.
 
-    `projected` are the numbers of the outputs times their cotangents, by the same method.
+    `projected` are the numbers of the outputs times their cotangents, by the same method; times
+    `scale` they are those that were recorded.
     """
     ones = torch.ones_like(recorded.norms)
-    found, by_outputs = recorded.sum_of(names, ones), projected.sum_of(names, ones)
-    pairs = [(recorded.norms, projected.norms), *((found[n], by_outputs[n]) for n in found)]
+    found, by_outputs = recorded.sum_of(names, ones), projected.sum_of(names, ones * scale)
+    pairs = [(found[name], by_outputs[name]) for name in found]
     if any((a - b).norm() > torch.finfo(a.dtype).eps ** 0.5 * a.norm() for a, b in pairs):
         raise ExactnessError(
             "The loss has a term that does not come from what the model returned, such as one that "
