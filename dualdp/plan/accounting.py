@@ -441,7 +441,7 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
     if position >= end or epsilon(cost, [*segments, Segment(position, end)]) <= target:
         return 1.0
     spent = epsilon(cost, segments)
-    if spent >= target:
+    if spent * _ROUNDING >= target:
         raise AccountingError(
             f"The releases on record have spent epsilon={spent:.6g} and the target is "
             f"{target:.6g}, so no noise makes room for further steps. Expected a larger target."
@@ -517,13 +517,14 @@ def _patterned(cost: Cost, segment: Segment) -> Accountant:
         return account
 
     first, *others = pattern(cost, segment.stop - segment.start)
-    accounts = [account_of(first)]
+    cheapest = account_of(first)
+    least = cheapest.get_epsilon(delta=cost.delta) if others else 0.0
     for releases in others:
-        with suppress(AccountingError):  # this accountant or relation has no bound for them
-            accounts.append(account_of(releases))
-    if len(accounts) == 1:
-        return accounts[0]
-    return min(accounts, key=lambda account: account.get_epsilon(delta=cost.delta))
+        with suppress(AccountingError):  # no bound for them, by this accountant or at this delta
+            account = account_of(releases)
+            found = account.get_epsilon(delta=cost.delta)
+            cheapest, least = (account, found) if found < least else (cheapest, least)
+    return cheapest
 
 
 def pattern(cost: Cost, steps: int) -> list[Releases]:

@@ -29,9 +29,10 @@ class Schedule:
     """
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            if getattr(self, name, None) is not None:
-                object.__setattr__(self, name, check(name, getattr(self, name)))
+        for item in fields(self):
+            name, value = item.name, getattr(self, item.name)
+            if name in _CHECKS and (value is not None or item.default is not None):
+                object.__setattr__(self, name, _CHECKS[name](name, value))
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
@@ -39,6 +40,10 @@ class Schedule:
 
 
 def _number_or_schedule(name: str, value: float | Schedule) -> float | Schedule:
+    if callable(value):  # only a plan, which knows its steps, can tabulate one
+        raise TypeError(
+            f"{name}={value!r} is {_validate.kind(value)}. Expected a number or a schedule."
+        )
     return value if type(value) in NAMES else _validate.real(name, value)
 
 

@@ -111,7 +111,7 @@ def lines_for(kind: str, locals_: Mapping[str, str]) -> list[Line]:
     return [*fit, *(("raw", [Term(local)], local, "... -> ...") for local in raw)]
 
 
-def canonical(path: str) -> str:
+def canonical(path: str, kind: str) -> str:
     """Return the form that a JAX path has in common with torch's name, written with slashes.
 
     Entry n of a list is "/n", "_n", "/layers/n" or "/layers_n" in JAX. The layer l1 of an RNN is
@@ -119,7 +119,9 @@ def canonical(path: str) -> str:
     "/forward_rnn/cell" and "/backward_rnn/cell".
     """
     path = re.sub(r"^/(params|batch_stats)(?=/)", "", f"/{path}")
-    path = re.sub(r"(/layers)*[/_](\d+)(?=/)", r"/\2", path)
-    path = re.sub(r"(/forward_rnn)?/cell(?=/)", "", path.replace("/backward_rnn/", "_reverse/"))
-    path = re.sub(r"[/_]l0(?=/|_reverse/)", "", path)
-    return re.sub(r"[/_](l\d+)(?=/|_reverse/)", r"/\1", path)
+    if kind in RECURRENT:
+        path = path.replace("/backward_rnn/", "_reverse/")
+        path = re.sub(r"(/forward_rnn)?/cell(?=/)", "", path)
+        path = re.sub(r"[/_]l0(?=/|_reverse/)", "", path)
+        path = re.sub(r"[/_](l\d+)(?=/|_reverse/)", r"/\1", path)
+    return re.sub(r"(/layers)*[/_](\d+)(?=(_\d+)*(_reverse)?/)", r"/\2", path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from dualdp import _validate
 from dualdp.porting import layouts
@@ -48,9 +49,10 @@ class Matcher:
         self.first_name = {n: first for first, names in self.tied.items() for n in names}
         self.torch_shapes = {name: tuple(shape) for name, shape in self.torch_shapes.items()}
         self.jax_shapes = {path: tuple(shape) for path, shape in self.jax_shapes.items()}
-        self.forms: dict[str, list[str]] = {}
-        for path in sorted(self.jax_shapes):
-            self.forms.setdefault(layouts.canonical(path), []).append(path)
+        self.forms: dict[tuple[str, str], list[str]] = {}  # of a path, for a kind
+        for path, kind in product(sorted(self.jax_shapes), {*self.torch_kinds.values()}):
+            form = layouts.canonical(path, kind), kind
+            self.forms.setdefault(form, []).append(path)
         self.targets = {
             name: value if isinstance(value, tuple) else (value, None)
             for name, value in (self.mapping or {}).items()
@@ -65,10 +67,10 @@ class Matcher:
 
     def _check_mapping(self) -> None:
         """Raise if the mapping has names that neither model has."""
-        names = [*self.torch_kinds, *(module for module, _ in self.modules)]
         unknown = sorted(
-            name for name in self.targets if not any(_is_in(known, name, ".") for known in names)
-        )
+            name for name in self.targets.keys() - self.torch_kinds.keys()
+            if not any(_is_in(module, name, ".") for module, _ in self.modules)
+        )  # fmt: skip
         paths = {path.removeprefix(root) for path in self.jax_shapes for root in ROOTS}
         unknown += sorted(
             path for path, _ in self.targets.values()
@@ -85,7 +87,7 @@ class Matcher:
         for (module, kind), locals_ in self.modules.items():
             for _, terms, below, layout in layouts.lines_for(kind, locals_):
                 names = [locals_[term.local] for term in terms]
-                for path in self._paths(module, below, names):
+                for path in self._paths(module, kind, below, names):
                     for number, (name, term) in enumerate(zip(names, terms, strict=True)):
                         self._claim(path, name, term, layout, is_added=number > 0)
         self._claim_mapped()
@@ -106,7 +108,7 @@ class Matcher:
             maps.append(ParameterMap(name, shape, tuple(numbered), len(self.jax_shapes) + number))
         return tuple(maps)
 
-    def _paths(self, module: str, below: str, names: list[str]) -> list[str]:
+    def _paths(self, module: str, kind: str, below: str, names: list[str]) -> list[str]:
         """JAX leaves at a path below that of a module, for these parameters: none or one."""
         if not self.targets.keys().isdisjoint(names):
             return []  # set by the user's mapping
@@ -116,7 +118,7 @@ class Matcher:
         target = self.targets[prefix][0] if prefix else ""
         path = "/".join(part for part in (target, rest, below) if part)
         found = [root + path for root in ROOTS if root + path in self.jax_shapes]
-        found = found or self.forms.get(layouts.canonical(path), [])
+        found = found or self.forms.get((layouts.canonical(path, kind), kind), [])
         if len(found) > 1:
             raise ValueError(
                 f"{names[0]} could be any of the JAX leaves {found}. Expected one; pass "

@@ -113,6 +113,8 @@ def test_gdp_is_a_function_and_no_accountant():
         ValueError, match="accountant='gdp' is unknown.*gdp_epsilon gives the number"
     ):
         get_epsilon(**RUN, accountant="gdp")
+    with pytest.raises(TypeError, match="accountant=.* is a NumPy array. Expected one of"):
+        accountants.require_bound(np.ones(2))
     with pytest.raises(ValueError, match="delta=2 is not a probability"):
         gdp_epsilon(**(RUN | {"delta": 2}))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plans and segments cost: correlated noise, fixed order, cyclic Poisson, resumed runs."""
 
+import dataclasses
 import itertools
 import math
 
@@ -230,6 +231,10 @@ def test_what_can_not_be_recalibrated_is_refused():
         dualdp.AccountingError, match="on record have spent epsilon=.*larger target"
     ):
         accounting.recalibrated(spent, [Segment(0, 9)], 9)
+    whole = make(num_examples=1000, expected_batch_size=200, num_steps=7, noise_multiplier=0.8)
+    whole = dataclasses.replace(whole, correlation=correlated.band((1.0, -0.4)))
+    with pytest.raises(dualdp.AccountingError, match="larger target"):  # all but the last bits
+        accounting.recalibrated(whole, [Segment(0, 4), Segment(1, 6)], 6)
     with pytest.raises(TypeError, match="num_steps=None. Expected an integer"):
         accounting.recalibrated(make(sampler="poisson", num_steps=None), [], 0)
 
@@ -297,3 +302,8 @@ def test_noise_stddev_counts_the_weights_so_far():
     drawn = 2.0 * plan.sensitivity * 1.5
     for step, weights in ((0, 1.0), (1, 1 + 1 / 4), (2, 1 + 1 / 4 + 1 / 64), (9, 81 / 64)):
         assert plan.noise_stddev(step) == pytest.approx(drawn * math.sqrt(weights))
+
+
+def test_a_bound_that_is_refused_at_a_delta_leaves_the_others():
+    plan = make(sampler="balls_in_bins", correlation=BAND, delta=1e-160)
+    assert 0 < plan.epsilon() < 100

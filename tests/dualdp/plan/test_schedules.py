@@ -43,9 +43,15 @@ def test_a_constant_is_a_number():
 
     with pytest.raises(TypeError, match="noise_multiplier=.* is an Own. Expected a number"):
         make(noise_multiplier=Own())
-    for then in ("1.1", lambda step: 1.0):
-        with pytest.raises(TypeError, match="then=.* is a (str|function). Expected a number"):
+    for then, text in (
+        ("1.1", " is a str. Expected a number"),
+        (lambda step: 1.0, " is a function. Expected a number or a schedule"),
+        (None, "None. Expected a number"),
+    ):
+        with pytest.raises(TypeError, match=f"then=.*{text}"):
             schedules.Warmup(then, 3)
+    with pytest.raises(TypeError, match="final=None. Expected a number"):
+        schedules.Linear(1.0, None, 3)
 
 
 def test_a_callable_is_tabulated_once():

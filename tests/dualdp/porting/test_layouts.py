@@ -126,6 +126,15 @@ def test_attention_that_differs_is_refused(options, heads, message):
         port.to_jax(net, like=params)
 
 
+def test_a_mapping_of_a_part_of_attention_is_refused():
+    net = nn.Module()
+    net.layer = nn.MultiheadAttention(6, 3)
+    layer = linen.MultiHeadDotProductAttention(3)
+    params = {"layer": layer.init(jax.random.key(0), jnp.zeros((1, 2, 6)))["params"]}
+    with pytest.raises(ValueError, match=r"mapping names \['layer.out_proj'\], which neither"):
+        port.match(net, params, {"layer.out_proj": "layer/value"})  # it would be ignored
+
+
 @pytest.mark.parametrize(
     "paths",
     [
@@ -134,7 +143,16 @@ def test_attention_that_differs_is_refused(options, heads, message):
         "rnn/l0/w rnn_l0/cell/w rnn/cell/w rnn/w rnn/l0/forward_rnn/cell/w rnn/forward_rnn/cell/w",
         "rnn/l0_reverse/w rnn_l0_reverse/cell/w rnn/backward_rnn/cell/w rnn_l0/backward_rnn/cell/w",
         "rnn/l1_reverse/w rnn_l1_reverse/w rnn_l1/backward_rnn/cell/w rnn/l1/backward_rnn/cell/w",
+        "blocks/0/1/w blocks_0_1/w blocks/0_1/w blocks/layers_0_1/w",
+        "rnn/0/l0/w rnn_0_l0/cell/w rnn/layers_0/w rnn_0/forward_rnn/cell/w",
+        "rnn/2/l1_reverse/w rnn_2_l1/backward_rnn/cell/w rnn_2_l1_reverse/w",
     ],
 )
 def test_paths_of_one_module_have_one_form(paths):
-    assert len({layouts.canonical(path) for path in paths.split()}) == 1
+    kind = "lstm" if "rnn" in paths else "linear"
+    assert len({layouts.canonical(path, kind) for path in paths.split()}) == 1
+
+
+def test_layers_of_an_rnn_are_its_own():
+    assert layouts.canonical("a_0/b_l0/w", "linear") != layouts.canonical("a_0/b/w", "linear")
+    assert layouts.canonical("a_0/cell/w", "linear") != layouts.canonical("a_0/w", "linear")
