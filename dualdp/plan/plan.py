@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -124,7 +125,10 @@ class PrivacyPlan(Cost):
             self.values(name, np.arange(1 if only_first else self.num_steps or 0))
         put("delta", _validate.open_probability("delta", self.delta))
         if self.delta * self.num_examples > 1 + 1e-9:  # one published at random is within it
-            raise ValueError(f"delta={self.delta:g} is above 1 / num_examples. Expected less.")
+            said = f"delta={self.delta:g} is above 1 / num_examples. Expected less."
+            if self.delta > 1e-3:  # below it is a habit with large data sets
+                raise ValueError(said)
+            warnings.warn(said, stacklevel=4)
         if self.target_epsilon is not None:
             put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
         for name, table in _CHOICES.items():

@@ -61,6 +61,10 @@ _CHECKS: Mapping[str, Callable[[str, Any], float | Schedule]] = {
 class Constant(float):
     """Constant value: the number itself."""
 
+    def __new__(cls, value: float) -> Constant:
+        """Return the number, checked."""
+        return super().__new__(cls, _validate.real("value", value))
+
 
 @dataclass(frozen=True)
 class Step(Schedule):

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -254,3 +255,11 @@ def test_a_plan_makes_few_calls(use, most, files):
         sys.setprofile(None)
     assert 0 < found.total() <= most, found
     assert len(found) <= files, found
+
+
+def test_a_delta_that_an_example_published_at_random_is_within_is_a_warning_if_small():
+    with pytest.warns(UserWarning, match="delta=1e-05 is above 1 / num_examples"):
+        make(num_examples=1_281_167, delta=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(num_examples=1_000, delta=1e-3)
