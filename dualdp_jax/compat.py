@@ -7,7 +7,7 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -191,7 +191,9 @@ def _fingerprint_of(value: PyTree, depth: int = 0) -> Hashable:
         return fingerprint(open_jaxpr(value)[0])
     if isinstance(value, tuple | list):
         return tuple(_fingerprint_of(part, depth) for part in value)
-    function = getattr(value, "f", value)  # jax wraps the functions of custom rules
+    function = value
+    while callable(function) and (name := next(filter(partial(hasattr, function), _HELD), None)):
+        function = getattr(function, name)
     if isinstance(function, types.FunctionType):
         inner = _closure_of(function) if depth <= _DEPTH else ()
         parts = [_fingerprint_of(part, depth + 1) for part in inner if callable(part)]
@@ -202,6 +204,8 @@ def _fingerprint_of(value: PyTree, depth: int = 0) -> Hashable:
 
 
 _DEPTH = 6  # depth of functions inside functions
+#: Where jax, and `functools.partial`, hold the function of a custom rule or a callback.
+_HELD = ("f", "func", "rule", "callback_func")
 
 
 def _closure_of(function: PyTree) -> Iterator[Any]:

@@ -131,7 +131,8 @@ def check(loss_fn: LossFn, what: PyTree, *batch: PyTree, **options: Any) -> None
     """Compare a clipped sum with plain autodiff, as an engine does on its first batch.
 
     The arguments are those of `clipped_grad_sum`, whose calls of this kind need not be compared
-    again, also inside `jit`: same loss, parameters, shapes (without n), method and clipping.
+    again, also inside `jit`: same loss, parameters, shapes (without n), method and clipping, and
+    for "auto" also the way that it takes for n.
     Without `max_grad_norm` the bound is 1, or that of the chunk.
 
     Raises:

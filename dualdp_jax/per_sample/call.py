@@ -105,8 +105,9 @@ def build(
             "have to name its sharding. Expected a mesh of automatic axes: jax.make_mesh(shape, "
             "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
-    if positions is None:  # else the engine's, which looked at all of the data
-        refuse_unsplit_numbers(batch, num_rows)
+    if positions is None:  # else the engine's
+        if options.origin is None:  # else of a loader, which looked at all of the data
+            refuse_unsplit_numbers(batch, num_rows)
         positions = jnp.arange(num_rows, dtype=jnp.uint32)
     rows_per_unit = units.check_rows(options.rows_per_unit, options.row_weights, num_rows)
     weights = units.check_weights(options.row_weights, num_rows, parameters.dtype)

@@ -169,14 +169,18 @@ def _derived(eqn: compat.Equation, inputs: list[Derived]) -> list[Item]:
 
 
 def _rule_position(eqn: Any, inputs: list[Item]) -> int | None:
-    """Position of the weight if a rule accepts this equation, else None."""
+    """Position of the weight if a rule accepts this equation, else None.
+
+    A weight of size 0 needs none.
+    """
     rule = RULES.get(eqn.primitive.name)
     weights = [i for i, item in enumerate(inputs) if _is_weight(item)]
     if rule is None or len(weights) != 1 or len(eqn.outvars) != 1:
         return None
     is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
     shapes = [var.aval for var in eqn.invars]
-    return weights[0] if is_float and rule.accepts(eqn.params, weights[0], shapes) else None
+    is_usual = is_float and shapes[weights[0]].size > 0
+    return weights[0] if is_usual and rule.accepts(eqn.params, weights[0], shapes) else None
 
 
 def _record_use(scope: Scope, found: DeferredUse) -> Array:

@@ -101,6 +101,19 @@ def test_what_a_chunk_has_is_not_given_beside_it(name):
         dpj.clipped_grad_sum(loss_fn, W, next(iter(loader)), **{name: given})
 
 
+def test_constants_of_the_loss_may_be_as_many_as_the_rows_of_a_chunk():
+    """The loader looked at all of the data, whose number of rows is another one."""
+    loader = dpj.PrivacyEngine().make_loader(
+        data=(X, (1.0, 2.0, 0.5)), plan=plan_of(physical_batch_size=3)
+    )
+    chunk = next(iter(loader)).chunks[0]
+    sums = dpj.clipped_grad_sum(lambda w, x, scales: scales[2] * loss_fn(w, x), W, chunk)
+    expected = dpj.clipped_grad_sum(
+        lambda w, x: 0.5 * loss_fn(w, x), W, *chunk.batch[:1], mask=chunk.mask, max_grad_norm=0.5
+    )
+    np.testing.assert_allclose(sums.grads, expected.grads, rtol=1e-6)
+
+
 def test_loops_beside_each_other_do_not_meet():
     """known_failures 98: two bounds, users beside examples, an unrelated model; all of one size."""
     loops = [run(max_grad_norm=bound) for bound in (2.0, 0.5)] + [run(OWNERS, **USERS)]

@@ -37,6 +37,7 @@ from dualdp_jax.per_sample.methods import (
     answer,
     check_method,
     chunk_size,
+    way_of,
 )
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.estimate import stable_norm
@@ -90,11 +91,15 @@ def _by(way: str, request: Request, call: Call, mask: Array | None, kind: int | 
 
 
 def _kind_of(request: Request, call: Call) -> int:
-    """Key of request and program, without numbers of rows and bounds."""
+    """Key of request and program, without bounds.
+
+    Of numbers of rows it holds the way that "auto" takes for them, and whether rows can meet.
+    """
     settings = map(compat.setting, ("jax_enable_x64", "jax_default_matmul_precision"))
     program = compat.fingerprint(call.program.jaxpr), len(call.parameters.trained)
-    is_cut = chunk_size(call) < call.num_examples
-    return hash((program, request.key, call.options.method, is_cut, *settings))
+    size, n = chunk_size(call), call.num_examples
+    rows = call.options.method, way_of(call, size), size < n, n > 1
+    return hash((program, request.key, rows, *settings))
 
 
 def _warn_of_traced(kind: int, where: str, origin: Origin | None) -> None:

@@ -416,6 +416,12 @@ CASES = {
     "complex_product": Case(
         lambda p, x: squares(jnp.abs(jnp.fft.fft(x) @ jnp.fft.fft(p["w"]))), W, (2, 3), 0
     ),
+    "parameters_of_size_0": Case(
+        lambda p, x: squares(x @ p["w"]) + squares(x @ p["none"] @ p["none"].T),
+        {**W, "none": (3, 0)},
+        (2, 3),
+        1,
+    ),
     "scalar_parameter": Case(lambda p, x: squares(x * p["s"] + p["s"]), {"s": ()}, (3,), 0),
 }  # fmt: skip
 

@@ -132,6 +132,38 @@ def test_rows_that_meet_each_other_are_refused(method):
         )
 
 
+def by_callback(function):
+    def loss(p, x):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return p["w"] @ jax.pure_callback(function, like, x, vmap_method="broadcast_all")
+
+    return loss
+
+
+def by_rule(function):
+    @jax.custom_batching.custom_vmap
+    def identity(x):
+        return x
+
+    identity.def_vmap(lambda axis_size, in_batched, x: (function(x), True))
+    return lambda p, x: p["w"] @ identity(x)
+
+
+@pytest.mark.parametrize("by", [by_callback, by_rule])
+@pytest.mark.parametrize("before", ["another function", "one row"])
+def test_a_call_before_does_not_hide_rows_that_meet(by, before):
+    """One where they can't meet: of a function of its own, or of a single row."""
+    params, x = {"w": draw(6)}, draw(8, 6)
+
+    def rolled(x):
+        return (np if isinstance(x, np.ndarray) else jnp).roll(x, 1, 0)
+
+    first = (by(lambda x: x), x) if before == "another function" else (by(rolled), x[:1])
+    dpj.clipped_grad_sum(first[0], params, first[1], max_grad_norm=0.5)
+    with pytest.raises(dualdp.ExactnessError, match=FAILED):
+        dpj.clipped_grad_sum(by(rolled), params, x, max_grad_norm=0.5)
+
+
 def loop_of(x):
     engine = dpj.PrivacyEngine()
     loader = engine.make_loader(
@@ -235,6 +267,14 @@ def test_the_first_call_of_a_kind_is_checked(looked_at):
         assert len(looked_at) == count
         other()
         assert len(looked_at) == count
+
+
+def test_each_way_of_auto_is_checked(looked_at):
+    """Few rows are differentiated whole, many go by the rules."""
+    params, x = {"w": draw(60, 40)}, draw(8, 3, 60)
+    for n in (2, 8, 3, 7):
+        dpj.clipped_grad_sum(dense, params, x[:n], max_grad_norm=1.0)
+    assert len(looked_at) == 2
 
 
 def test_a_lambda_in_a_loop_is_one_function(looked_at):
