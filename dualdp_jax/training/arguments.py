@@ -57,7 +57,8 @@ def check_loss(run: PrivateStep, examples: tuple[PyTree, ...]) -> None:
             "step. Expected fewer."
         )
     arrays, _, _ = split_batch(examples)
-    index, weights = np.zeros(1, np.uint32), np.ones(k, run.dtype) if k > 1 else None
+    weights = None if run.loader.users is None else np.ones(k, run.dtype)
+    index = np.zeros(1, np.uint32)
     rows = Rows([leaf[np.zeros(k, int)] for leaf in arrays], None, index, weights)
 
     def loss(model: Arrays, rows: Rows, key: Array) -> Array:
