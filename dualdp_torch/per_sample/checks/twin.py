@@ -388,8 +388,9 @@ class Twins(TorchFunctionMode):
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
         self._has_drawn = self._is_inside = self._is_open = self._gives_number = False
         self._n, self._has_joined = 0, False
-        self._led, self._drawn = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._rows = WeakIdKeyDictionary()  # in lists of all rows of the batch
+        self._led: Any = WeakIdKeyDictionary()
+        self._drawn = WeakIdKeyDictionary()
+        self._rows: Any = WeakIdKeyDictionary()  # in lists of all rows of the batch
         self.numbers.next_batch()
 
     def leave_loader(self) -> None:
