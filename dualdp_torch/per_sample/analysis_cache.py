@@ -25,7 +25,7 @@ from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
+from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine, examine_one
 from dualdp_torch.per_sample.outputs import projected
 from dualdp_torch.per_sample.parameter_use import USE_LOOP, comes_from
 from dualdp_torch.per_sample.units import UnitLoss
@@ -51,6 +51,7 @@ class AnalysisCache:
         needs_loop: bool, True if `vmap` can't be trusted either.
         skip: positions of uses that hold no examples; None before an examination.
         by_data: bool, True if the data may pick rows of a use, so that every batch is checked.
+        was_alone: bool, True if all that is known came from a batch of one example.
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
     """
@@ -59,7 +60,7 @@ class AnalysisCache:
         self.axes: dict[Any, Axes] = {}
         self.problem: str | None = None
         self.skip: frozenset[int] | None = None
-        self.by_data = False
+        self.by_data = self.was_alone = False
         self.needs_loop = False
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
@@ -218,7 +219,12 @@ class ForwardAnalysis:
     def begin(self, batch: Batch) -> str | None:
         """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
         self._batch, self.cache = batch, cached_analyses(self._model, self._loss, batch)
-        self._examine_if(lambda: not self.cache.is_known)
+        self._examine_if(lambda: self.cache.was_alone or not self.cache.is_known)
+        if batch.n > 1:
+            self.cache.was_alone = False
+        elif self._shards is None and not (self.cache.is_known or self.cache.was_alone):
+            self._examine(batch)
+            self.cache.was_alone = True
         problem = self.cache.problem
         if problem and self._shards is not None:
             raise UnsupportedLayerError(
@@ -276,7 +282,10 @@ class ForwardAnalysis:
     def _examine(self, batch: Batch) -> None:
         """Examine the model on a batch, and cache the result if it may be reused."""
         with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
-            found = examine(self._model, self._loss, batch, self._inside)
+            if batch.n == 1:
+                found: Axes | str | None = examine_one(self._model, batch, self._inside)
+            else:
+                found = examine(self._model, self._loss, batch, self._inside)
         theirs, ours = batch.signature(), self._batch.signature()
         if theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2]):
             self.cache.add(found)

@@ -21,6 +21,7 @@ from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import CANT_REPEAT, relative_gap
 from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import Operations
+from dualdp_torch.per_sample.outputs import float_leaves
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
 from dualdp_torch.per_sample.random_state import NoRandomness, Start, refuse_written
 from dualdp_torch.rules.base import Tensor
@@ -30,7 +31,8 @@ EXAMPLES, MOST_SKIPPED = 4, 32
 #: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
-#: Problem of a use, whose name is filled in.
+#: Problems of a parameter and of a use, whose name is filled in.
+WITHOUT_RULE = "parameter {!r} is used by a function without a rule"
 ELSEWHERE = "The examples of {} lay on an axis of another size in the batches before."
 
 
@@ -161,6 +163,21 @@ def examine(
                 raise
 
 
+def examine_one(model: nn.Module, batch: Batch, parameters: Mapping[str, Tensor]) -> str | None:
+    """Return the reason why captured uses can't be trusted, as far as one example shows it."""
+    args, kwargs = batch.arguments()
+    capture = Capture({id(p): name for name, p in parameters.items()})
+    try:
+        with eagerly(), Start.of(model, is_checked=True).replayed(model):
+            with capture:
+                outputs = float_leaves(model(*args, **kwargs))
+            total = sum([out.sum() for out in outputs], torch.zeros(()))
+            leftover = capture.backward(total, parameters)
+    except SecondOrderError as error:
+        return str(error)
+    return WITHOUT_RULE.format(leftover[0]) if leftover else None
+
+
 def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes | str:
     """Return the axes on which the first and the last example stand as they are alone."""
     ends, skip = (0, few.n - 1), frozenset[int]()
@@ -198,7 +215,7 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
     if whole.capture.hooked:
         return f"a gradient hook is on the output of {whole.capture.hooked}"
     if whole.leftover:
-        return f"parameter {whole.leftover[0]!r} is used by a function without a rule"
+        return WITHOUT_RULE.format(whole.leftover[0])
     found = tuple([left[0] for left in axes])
     return Axes(whole.signatures(), found, skip, picks and any(axis.fold for axis in found))
 

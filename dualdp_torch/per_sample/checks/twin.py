@@ -365,6 +365,9 @@ class Twins(TorchFunctionMode):
                 for tensor, own in zip(row, of_list[place], strict=False):
                     self._rows[tensor] = True
                     twin.tensors[tensor] = twin.placed(own.detach()).clone()
+        for tensor in self._batch:
+            if tensor.dim() and num_rows not in tensor.shape and tensor not in self._rows:
+                self._led[tensor], self._has_joined = "joined", True  # as targets of CTC
         self._listen()
 
     def _listen(self) -> None:
@@ -384,9 +387,10 @@ class Twins(TorchFunctionMode):
         self._forks = set[Any]()
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
         self._has_drawn = self._is_inside = self._is_open = self._gives_number = False
-        self._n = 0
-        self._led, self._drawn = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._rows = WeakIdKeyDictionary()  # in lists of all rows of the batch
+        self._n, self._has_joined = 0, False
+        self._led: Any = WeakIdKeyDictionary()
+        self._drawn = WeakIdKeyDictionary()
+        self._rows: Any = WeakIdKeyDictionary()  # in lists of all rows of the batch
         self.numbers.next_batch()
 
     def leave_loader(self) -> None:
@@ -617,9 +621,10 @@ class Twins(TorchFunctionMode):
         is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.targets)
         values = (*call.given[0], *call.given[1].values()) if self._rows else ()
         joins_rows = any(map(self._are_all_rows, values))
+        of_joined = self._has_joined and any(self._led[t] == "joined" for t in led)
         of_rows = bool(led) and not joins_rows and all(t in self._rows for t in led)
         for tensor in made:
-            self._led[tensor] = True
+            self._led[tensor] = "joined" if of_joined else True
             if of_rows:
                 self._rows[tensor] = True
             if is_drawn:
@@ -629,7 +634,11 @@ class Twins(TorchFunctionMode):
         # Of a draw by size nobody knows if it is a table.
         unknown = made if is_taken else [t for t in call.tensors if t not in self._led]
         self._fork(call, unknown, [] if is_taken else call.numbers)
-        with warnings.catch_warnings():
+        # Hooks of the loop, as of a checkpoint around its loss, count the tensors that they get.
+        hooks: Any = contextlib.nullcontext()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True):
+            hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+        with warnings.catch_warnings(), hooks:
             warnings.simplefilter("ignore")
             for twin in reversed(self.twins):  # forks copy what those that they come from write to
                 if twin.problem is None:
@@ -641,6 +650,7 @@ class Twins(TorchFunctionMode):
                     except Exception as error:  # noqa: BLE001 - of this row alone
                         reason = str(error).split("\n")[0][:80]
                         twin.problem = f"{call.name} can't be called on one row ({reason})"
+                        twin.is_torn |= of_joined and twin.is_alone
 
     def _are_all_rows(self, value: Any) -> bool:
         """True for a list of all rows of the batch."""

@@ -194,8 +194,15 @@ class Raw(nn.Module):
         return self.layer(x.abs().pow(self.power)), x
 
 
-def test_functions_without_a_rule_go_through_vmap():
-    model, x, y = randomise(Raw()), data(N, 6), ids(3, N)
+@pytest.mark.parametrize("sizes", [[N], [1], [1, N], [1, 1, N, 1]])
+def test_functions_without_a_rule_go_through_vmap(sizes):
+    """Also where the first batch holds one example, as with max_physical_batch_size=1."""
+    model = randomise(Raw())
+    for n in sizes:
+        compare_with_the_loop(model, data(n, 6), ids(3, n))
+
+
+def compare_with_the_loop(model, x, y):
     expected = dpt.per_sample_grads(
         lambda m, x, y: F.cross_entropy(m(x)[0], y, reduction="none"), model, x, y, method="loop"
     )

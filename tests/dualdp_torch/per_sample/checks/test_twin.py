@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
@@ -567,3 +568,56 @@ def test_lists_of_rows_are_rows(form):
 def test_lists_of_rows_that_meet_are_refused(form):
     with pytest.raises(ValueError, match="What the model gets for one example"):
         of_lists(form, lambda rows: [row - torch.stack(list(rows)).mean(0) for row in rows])
+
+
+# ---------------------------------------------------------------------- joined rows
+
+
+def test_rows_that_are_joined_are_a_note():
+    """Targets of CTC are one tensor of all rows, of which no row alone can be taken."""
+    items = [(torch.randn(9, 5), torch.randint(1, 4, (2,))) for _ in range(40)]
+
+    def collate(items):
+        lengths = torch.tensor([len(item[1]) for item in items])
+        return torch.stack([item[0] for item in items]), torch.cat([y for _, y in items]), lengths
+
+    model = nn.Linear(5, 4)
+    loader = torch.utils.data.DataLoader(items, batch_size=N, collate_fn=collate)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.5), loader
+    run = plan(num_examples=40, num_steps=4)
+    engine, model, optimizer, loader = start(parts, plan=run, checks=1.0)
+    for x, y, lengths in loader:
+        scores = model(x).log_softmax(2).transpose(0, 1)
+        sizes = torch.full((len(x),), 9)
+        (F.ctc_loss(scores, y, sizes, lengths, reduction="sum") / len(x)).backward()
+        optimizer.step()
+    assert len(engine.ledger) == 4
+    assert "could not be followed" in engine.ledger.to_json()
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def in_a_checkpoint(model, x, y, step):
+    checkpoint(F.cross_entropy, model(x), y, use_reentrant=False).backward()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_loss_in_a_checkpoint_is_followed(run):
+    """A checkpoint counts what its functions save, and those of the twins are none of its own."""
+    made = run(in_a_checkpoint)
+    if run is engine_loop:
+        assert "could not be followed" not in made.ledger.to_json()
+    else:
+        assert made.norms().isfinite().all()
+
+
+def test_a_checkpointed_loss_that_mixes_is_refused():
+    def loop(model, x, y, step):
+        def mixed(out, y):
+            return F.cross_entropy(out - out.mean(0), y)
+
+        checkpoint(mixed, model(x), y, use_reentrant=False).backward()
+
+    with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
+        engine_loop(loop)
