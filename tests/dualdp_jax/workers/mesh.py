@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import dualdp.units
 import dualdp_jax as dpj
-from dualdp import UnsupportedLayerError, checkpoint, correlated
+from dualdp import checkpoint, correlated
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import bits, noise_bits
 from dualdp_jax.checkpoint.sharded import (
@@ -473,10 +473,13 @@ def refusals():
     for kind, text, changes in given:
         with pytest.raises(kind, match=text):
             dpj.PrivacyEngine().make_private(plan=plan(), **{**arguments(mlp()), **changes})
-    at = {"mesh": mesh_of((2, 4), ("data", "model")), "split": "model", "method": "vmap"}
-    _, step, state, loader = begin(cnn(), **at)
-    with pytest.raises(UnsupportedLayerError, match="XLA computes wrong gradients"):
-        train(step, state, loader, 1)
+
+
+def kernels_of_each_example_are_right():
+    """78: XLA loses most of such a convolution over several devices; examples go one by one."""
+    at = {"mesh": mesh_of((2, 4), ("data", "model")), "split": "model"}
+    ends = [train(*begin(cnn(), method="vmap", **given)[1:], 1).params for given in ({}, at)]
+    assert distance(*ends) <= BOUND["float32"]
 
 
 FAST = [fast]
@@ -488,7 +491,7 @@ SLOW = [
     every_model_and_mesh, empty_shares, views, users, adaptive_and_per_layer,
     norms_sums_and_gradients_are_the_same, noise_is_that_of_one_device_bitwise, own_loop,
     explicit_axes, checkpoints_load_on_other_meshes, a_consolidated_folder_is_the_file,
-    an_interrupted_sharded_save_leaves_the_older_one, refusals,
+    an_interrupted_sharded_save_leaves_the_older_one, refusals, kernels_of_each_example_are_right,
 ]  # fmt: skip
 CHECKS = {"fast": FAST, "optimized": OPTIMIZED, "slow": SLOW}
 
