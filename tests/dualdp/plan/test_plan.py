@@ -257,7 +257,7 @@ def test_a_plan_makes_few_calls(use, most, files):
     assert len(found) <= files, found
 
 
-def test_a_delta_that_an_example_published_at_random_is_within_is_a_warning_if_small():
+def test_a_small_delta_above_one_in_n_is_a_warning():
     with pytest.warns(UserWarning, match="delta=1e-05 is above 1 / num_examples"):
         make(num_examples=1_281_167, delta=1e-5)
     with warnings.catch_warnings():
