@@ -168,7 +168,7 @@ WRONG = {
     ),
     "two sets of parameters": (
         lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
-        r"update failed.*has no attribute '?fast.*optax.lookahead, goes into a loop of your own",
+        r"update failed.*has no attribute '?fast.*optax.lookahead goes into a loop of your own",
     ),
     "value": (lambda: optax.lbfgs(0.1), "optimizer.update failed.*would look at the data again"),
 }
