@@ -8,7 +8,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import dualdp.plan.clipping
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
 from dualdp.audit.protocol import claims_of
 from dualdp.plan import samplers
@@ -51,9 +50,9 @@ def clipping_times(factor):
 
 def inverted_factors(stack, patch):
     patch.setattr(
-        dualdp.plan.clipping,
-        "clip_factors",
-        lambda norms, bound, xp: xp.clip(norms / bound, None, 1.0),
+        importlib.import_module(f"dualdp_{stack}.per_sample.clip"),
+        "factors_for",
+        lambda clipping, norms, bound, xp: xp.clip(norms / bound, None, 1.0),
     )
     return STEPS[stack]()
 
