@@ -70,7 +70,7 @@ def save_sharded_checkpoint(
 
     part, whole, document = group.word(f"the document of {engine.ledger.position} steps", begin)
     with _dcp() as dcp:
-        dcp.save(tensors, checkpoint_id=part, no_dist=group.size == 1)
+        dcp.save(tensors, checkpoint_id=part, no_dist=group is None or group.size == 1)
 
     def complete() -> None:
         document["files"] = {file.name: _sha256(file) for file in sorted(part.iterdir())}
@@ -130,7 +130,7 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
     """
     newest, document = _newest(folder)
     del document["files"]
-    tensors = _loaded(newest, {}, Group())
+    tensors = _loaded(newest, {}, None)  # by this process alone
     write_file(path, tensors, checkpoint.relocated(document, folder, path))
 
 
@@ -144,12 +144,12 @@ def _dcp() -> Iterator[ModuleType]:
         yield dcp
 
 
-def _loaded(folder: Folder, ours: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+def _loaded(folder: Folder, ours: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
     """Tensors of a checkpoint by name, sharded like those of model and optimizer."""
     with _dcp() as dcp:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {name: _room(name, entry, ours) for name, entry in saved.items()}
-        dcp.load(tensors, checkpoint_id=folder, no_dist=group.size == 1)
+        dcp.load(tensors, checkpoint_id=folder, no_dist=group is None or group.size == 1)
     return tensors
 
 
