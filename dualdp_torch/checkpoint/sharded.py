@@ -70,7 +70,7 @@ def save_sharded_checkpoint(
 
     part, whole, document = group.word(f"the document of {engine.ledger.position} steps", begin)
     with _dcp() as dcp:
-        dcp.save(tensors, checkpoint_id=part, no_dist=group is None or group.size == 1)
+        dcp.save(tensors, checkpoint_id=part, no_dist=group.size == 1)
 
     def complete() -> None:
         document["files"] = {file.name: _sha256(file) for file in sorted(part.iterdir())}
