@@ -18,7 +18,7 @@ from dualdp_torch.parallel.fsdp import check_sharded, sharded_parameters
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
+from dualdp_torch.per_sample.examination import ELSEWHERE, WITHOUT_RULE, Axes, examine
 from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import (
@@ -317,7 +317,7 @@ class Call:
         axes = self._axes_of(capture)
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
-            raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
+            raise _NoCapture(WITHOUT_RULE.format(leftover[0]))
         found = Captured(
             dict(zip(capture.uses, axes.batch_axes, strict=True)),
             self.parameters,
