@@ -147,17 +147,8 @@ def reference_log_probs(model: Model, batch: Batch, *, physical_batch_size: int 
 def _log_prob_ratios(model: Model, batch: Batch, of: str) -> tuple[jax.Array, jax.Array]:
     """Return log pi(y|x) - log pi_ref(y|x) of the chosen and of the rejected response."""
     sums = responses(model, batch, of).sums
-    reference = batch.get("reference_log_probs")
-    if reference is None:
-        raise ValueError(
-            f"The batch of {of} has no 'reference_log_probs'. Compute them once for all rows: "
-            "reference_log_probs(reference_model, rows)."
-        )
-    if reference.shape != batch["input_ids"].shape[:-1]:
-        raise ValueError(
-            f"reference_log_probs have the shape {reference.shape}. Expected "
-            f"{batch['input_ids'].shape[:-1]}, a number for each row of token ids."
-        )
+    found, shape = batch.get("reference_log_probs"), batch["input_ids"].shape[:-1]
+    reference = preference.checked_reference(found, shape, of)
     return _pair(sums - reference, of)
 
 

@@ -176,17 +176,9 @@ def reference_log_probs(model: nn.Module, batch: Any, *, physical_batch_size: in
 def _log_prob_ratios(model: Any, batch: Any, of: str) -> tuple[Tensor, Tensor]:
     """Return log pi(y|x) - log pi_ref(y|x) of chosen and rejected responses, (u,) each."""
     sums = _responses_of_pairs(model, batch, of).sums()
-    reference = batch.get("reference_log_probs")
-    if not torch.is_tensor(reference):
-        raise ValueError(
-            f"The batch of {of} has no 'reference_log_probs'. Compute them once for all rows of "
-            "the data: reference_log_probs(reference_model, rows)."
-        )
-    if reference.shape != batch["input_ids"].shape[:-1]:
-        raise ValueError(
-            f"reference_log_probs have the shape {tuple(reference.shape)}. Expected "
-            f"{tuple(batch['input_ids'].shape[:-1])}, a number for each row of token ids."
-        )
+    found = batch.get("reference_log_probs")
+    found = found if torch.is_tensor(found) else None
+    reference = preference.checked_reference(found, batch["input_ids"].shape[:-1], of)
     ratios = sums - reference.detach().to(sums.dtype)
     return ratios[::2], ratios[1::2]
 

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: Package -> most lines of code.
 BUDGETS = {
-    "dualdp": 6_673,  # aim: 6_000
-    "dualdp_torch": 11_342,  # aim: 7_500
-    "dualdp_jax": 4_920,  # aim: 4_200
+    "dualdp": 6_686,  # aim: 6_000
+    "dualdp_torch": 11_334,  # aim: 7_500
+    "dualdp_jax": 4_911,  # aim: 4_200
     "dualdp_tools": 1_512,  # aim: 1_100
     "benchmarks": 1_806,  # aim: 1_800
     "tests": 40_803,  # aim: 20_000

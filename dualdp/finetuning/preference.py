@@ -8,7 +8,28 @@ log pi(y|x) / |y|.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dualdp.arrays import Array, Namespace
+
+
+def checked_reference(reference: Array | None, shape: Sequence[int], of: str) -> Array:
+    """Return the entry "reference_log_probs" of a batch of `of`, whose rows have this shape.
+
+    Raises:
+        ValueError: it is None, or has another shape.
+    """
+    if reference is None:
+        raise ValueError(
+            f"The batch of {of} has no 'reference_log_probs'. Compute them once for all rows of "
+            "the data: reference_log_probs(reference_model, rows)."
+        )
+    if tuple(reference.shape) != tuple(shape):
+        raise ValueError(
+            f"reference_log_probs have the shape {tuple(reference.shape)}. Expected "
+            f"{tuple(shape)}, a number for each row of token ids."
+        )
+    return reference
 
 
 def dpo(chosen: Array, rejected: Array, *, beta: float, xp: Namespace) -> Array:
