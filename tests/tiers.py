@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")  # as written
+MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")
+MARKED += ("tests/user/", "tests/zoo/")  # as written
 
 
 def thin_out(items):

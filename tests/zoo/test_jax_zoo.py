@@ -1,67 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary JAX models: a private step is that of a plain float64 loop, or is refused."""
+"""Whole JAX models: a private step is that of a plain float64 loop over rows."""
 
-from functools import partial
-
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from dualdp import ExactnessError, UnsupportedLayerError
+import dualdp_jax as dpj
+from dualdp import PrivacyPlan
 from dualdp_jax.per_sample.methods import METHODS
-from tests.zoo import jax_check
-from tests.zoo.entry import one_each
-from tests.zoo.jax_models import JAX
+from tests import reference
+from tests.closeness import whole_norms
+from tests.zoo.jax_models import MODELS, N
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
-
-REFUSALS = (UnsupportedLayerError, ExactnessError)
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
-#: Those of the fast tier: a model of every kind.
-FAST = {
-    *("bytes", "stacked_layers", "selective_state_space", "experts_by_weights", "in_shard_map"),
-    *("graph", "linen_lora", "eqx_lstm", "hk_tokens"),
-    *("experts_by_ragged_dot", "custom_gradient", "nnx_weight_norm", "linen_u_net"),
-}
+#: Largest distance of two clipped sums, in units of C, and of norms, relative.
+TOLERANCE = 2e-5
+OF_LIBRARIES = ("linen", "nnx", "eqx", "hk")  # which take longer to compile
 
 
-def entries():
-    """Parameters of a test, marked slow where they are."""
-    slow = [pytest.mark.slow]
-    return [
-        pytest.param(entry, id=entry.name, marks=[] if entry.name in FAST else slow)
-        for entry in JAX
-    ]
+each = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n.startswith(OF_LIBRARIES) else ()) for n in MODELS],
+)
 
 
-def check(entry, step, refusal):
-    """Exact, or refused for the reason that the table gives."""
-    problem = entry.build()
-    if refusal is not None:
-        with pytest.raises(REFUSALS, match=refusal):
-            step(problem, 1.0)
-        return
-    truth = jax_check.truth_of(entry)
-    bound = float(np.median(truth.norms))
-    jax_check.assert_exact(truth, bound, *step(problem, bound))
+def truth_of(params, loss_fn, batch, trainable):
+    """Leaf number -> (n, *shape): `jax.grad` of one row's loss after the other, in float64."""
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(doubled, (params, batch))
+        if isinstance(params, nnx.Module):
+            graph, trained, rest = nnx.split(params, nnx.Param, ...)
+            combine = lambda trained, rest: nnx.merge(graph, trained, rest)  # noqa: E731
+        else:
+            trained, rest = eqx.partition(
+                params, eqx.is_inexact_array if trainable is None else trainable
+            )
+            combine = eqx.combine
+        grad = jax.jit(jax.grad(lambda trained, *row: loss_fn(combine(trained, rest), *row)))
+        rows = [grad(trained, *(part[k] for part in batch)) for k in range(N)]
+        leaves = zip(*map(jax.tree.leaves, rows), strict=True)
+        return {k: np.stack([np.asarray(g) for g in grads]) for k, grads in enumerate(leaves)}
 
 
-@pytest.mark.parametrize("entry", entries())
-def test_clipped_grad_sum_is_that_of_the_loop(entry):
-    check(entry, jax_check.call, entry.refusal)
+def doubled(leaf):
+    is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.asarray(leaf, jnp.float64) if is_float else leaf
 
 
-@pytest.mark.parametrize("entry", entries())
-def test_a_step_of_the_engine_is_that_of_the_loop(entry):
-    check(entry, jax_check.engine_step, entry.engine_refusal)
+def assert_exact(grads, norms, truth, bound):
+    """Sum and norms are the truth's."""
+    expected, found = reference.clipped_sum(truth, bound), jax.tree.leaves(grads)
+    assert {str(total.dtype) for total in found} == {"float32"}
+    gaps = [np.linalg.norm(a - b) for a, b in zip(found, expected.values(), strict=True)]
+    assert np.linalg.norm(gaps) <= TOLERANCE * bound
+    np.testing.assert_allclose(norms, whole_norms(truth), rtol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("entry", "method"), one_each(JAX, METHODS)[1::2])
-def test_methods_in_turn_are_that_of_the_loop(entry, method):
-    check(entry, partial(jax_check.call, method=method), entry.refusal)
+@each
+def test_clipped_grad_sum_is_that_of_the_loop(name):
+    """Inside jit; the methods take turns."""
+    method = METHODS[[*MODELS].index(name) % len(METHODS)]
+    params, loss_fn, batch, trainable = MODELS[name]()
+    truth = truth_of(params, loss_fn, batch, trainable)
+    bound = float(np.median(whole_norms(truth)))
+    options = {"max_grad_norm": bound, "trainable": trainable, "method": method, "check": "off"}
+
+    @jax.jit
+    def call(*batch):
+        found = dpj.clipped_grad_sum(loss_fn, params, *batch, **options)
+        return jax.tree.leaves(found.grads), found.norms
+
+    assert_exact(*call(*batch), truth, bound)
 
 
-def test_at_most_one_model_in_ten_is_refused():
-    refused = [entry.name for entry in JAX if entry.refusal or entry.engine_refusal]
-    assert len(refused) <= len(JAX) / 10, refused
+@each
+def test_steps_of_an_engine_are_those_of_the_loop(name):
+    """Two steps, each checked."""
+    params, loss_fn, batch, trainable = MODELS[name]()
+    truth = truth_of(params, loss_fn, batch, trainable)
+    bound = float(np.median(whole_norms(truth)))
+    plan = PrivacyPlan(
+        num_examples=N, expected_batch_size=N, num_steps=2, noise_multiplier=0.0,
+        max_grad_norm=bound, delta=1e-5, sampler="shuffle", physical_batch_size=N, seed=3,
+    )  # fmt: skip
+    engine = dpj.PrivacyEngine()
+    step, state, loader = engine.make_private(
+        loss_fn=loss_fn,
+        params=params,
+        optimizer=optax.sgd(1e-3),
+        data=batch,
+        plan=plan,
+        trainable=trainable,
+        checks=1.0,
+    )
+    for chunks in loader.remaining():
+        state, _ = step(state, chunks)
+        if len(engine.ledger) == 1:
+            stages, order = engine.stages(), plan.batch_indices(0)
+            rows = {key: grads[order] for key, grads in truth.items()}
+            assert_exact(stages.unprotected_sum, stages.unprotected_norms, rows, bound)
+    assert engine.ledger.failed_check is None
+    assert engine.ledger.last_check == 1
