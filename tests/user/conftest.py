@@ -15,7 +15,6 @@ import random
 import sys
 import textwrap
 import types
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +24,13 @@ NUMBERS = {"max_grad_norm": 0.5, "num_steps": STEPS, "delta": 1e-5, "seed": 3}
 
 
 @pytest.fixture(autouse=True)
-def modes_go_with_their_program():
-    yield
-    take_modes_away()
-
-
 def take_modes_away():
     """What a refused program leaves: its loader's function mode, which goes with the loader."""
+    yield
+    without_modes()
+
+
+def without_modes():
     overrides = pytest.importorskip("torch").overrides
     for _ in overrides._get_current_function_mode_stack():
         overrides._pop_mode()
@@ -60,11 +59,13 @@ class Private:
         given = {"module": model, "optimizer": optimizer, "data_loader": loader}
         made = engine.make_private(**given, **NUMBERS, **self.options, **options)
         self.engine = engine
-        if not self.compares:
-            return made
+        return self.watched(*made, loader) if self.compares else made
+
+    def watched(self, model, optimizer, planned, source):
+        """The three, of which steps and batches of `LOOKED_AT` are compared."""
         self._trained = [p for p in model.parameters() if p.requires_grad]
         optimizer.register_step_pre_hook(self._at_step)
-        return model, optimizer, Watched(self, made[2], loader)
+        return model, optimizer, Watched(self, planned, source)
 
     def pause(self):
         """`engine.pause()`, of which a child without an engine has no need."""
@@ -72,8 +73,6 @@ class Private:
 
     def rows_alone(self):
         """Fork for each row of the coming batch; yields the row's number in the child only."""
-        import torch
-
         step = len(self.engine.ledger)
         if step not in LOOKED_AT or step == self._looked_at:  # another physical batch of the step
             return
@@ -83,8 +82,8 @@ class Private:
             if os.fork() == 0:
                 self._sends = sends
                 self.engine.detach()
-                take_modes_away()
-                draw_as_in_the_batch(torch, len(rows), k)
+                without_modes()
+                draw_as_in_the_batch(len(rows), k)
                 random.seed(step)  # a fork gave it a seed of its own
                 yield row
                 os._exit(1)
@@ -115,11 +114,9 @@ class Private:
             plan, self._alone, alone = self.engine.plan, None, self._alone
             errors = [error for error in alone if isinstance(error, str)]
             assert not errors, errors[0]
-            expected = sum(
-                g * min(1, plan.max_grad_norm / max(g.norm(), 1e-30))
-                for g in map(torch.from_numpy, alone)
-            )
-            gap = found * plan.expected_batch_size - expected
+            rows = torch.stack([torch.from_numpy(g) for g in alone])
+            factors = (plan.max_grad_norm / rows.norm(dim=1).clamp(min=1e-30)).clamp(max=1)
+            gap = found * plan.expected_batch_size - factors @ rows
             assert gap.norm() < self.tolerance * plan.max_grad_norm, float(gap.norm())
             self.compared += 1
 
@@ -153,8 +150,9 @@ class Watched:
             yield batch
 
 
-def draw_as_in_the_batch(torch, n, k):
+def draw_as_in_the_batch(n, k):
     """Row k of what n rows would draw, wherever one row alone draws numbers of its own."""
+    import torch
 
     def sized(draw):
         def call(*args, **options):
@@ -173,14 +171,9 @@ def draw_as_in_the_batch(torch, n, k):
 
     for name in ("rand", "randn", "randint"):
         setattr(torch, name, sized(getattr(torch, name)))
-    for name in ("rand_like", "randn_like", "bernoulli"):
-        setattr(torch, name, like(getattr(torch, name)))
+    torch.randn_like = like(torch.randn_like)
     masks = like(torch.nn.functional.dropout)
-
-    def dropout(x, p=0.5, training=True, inplace=False):
-        return x * masks(torch.ones_like(x), p, training)
-
-    torch.nn.functional.dropout = dropout
+    torch.nn.functional.dropout = lambda x, *options: x * masks(torch.ones_like(x), *options)
 
 
 def text_of(run):
@@ -217,16 +210,16 @@ def changed(run, changes, text=None, **names):
 def programs():
     """Return a list and the decorator that adds a program to it.
 
-    The decorator takes the mistake (old text, new text, words of the refusal), numbers=False where
-    a row alone does not run through the same program, and is_noted=True for a mistake of which
-    there is only a suspicion: Python numbers made of the batch.
+    The decorator takes a mistake as two texts, the words of its refusal, and is_noted=True for one
+    of which there is only a suspicion: Python numbers made of the batch.
     """
     found = []
 
-    def program(*mistake, numbers=True, is_noted=False):
+    def program(old, new, words="example|row", *, is_noted=False):
         def add(run):
-            entry = {"mistake": mistake, "numbers": numbers, "is_noted": is_noted}
-            found.append(SimpleNamespace(run=run, **entry))
+            found.append(
+                SimpleNamespace(run=run, mistake=(old, new), words=words, is_noted=is_noted)
+            )
             return run
 
         return add
@@ -244,41 +237,3 @@ def run(program, private):
         private.send(f"{type(error).__name__}: {error}")
     if private.is_child:
         private.send("the program took no step with its row alone")
-
-
-def equals_rows_alone(entry):
-    """30 steps with checks=1.0, compared with each row alone."""
-    import torch
-
-    private = Private(entry.numbers, noise_multiplier=1e-12, checks=1.0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        run(entry.run, private)
-    finally:
-        torch.set_default_dtype(before)
-    assert len(private.engine.ledger) == STEPS
-    assert private.compared >= len(LOOKED_AT) * entry.numbers
-
-
-def runs_as_a_users(entry):
-    """30 steps with the default checks and noise; warnings are errors in the whole suite."""
-    private = Private(False, noise_multiplier=1.0)
-    run(entry.run, private)
-    assert len(private.engine.ledger) == STEPS
-
-
-def is_refused(entry):
-    """The planted mistake is refused at its first step, or what the loop does right after it."""
-    *mistake, words = entry.mistake
-    wrong = changed(entry.run, [mistake])
-    private = Private(False, noise_multiplier=1.0)
-    if entry.is_noted:
-        run(wrong, private)
-        assert words in private.engine.ledger.to_json()
-        return
-    refused = pytest.raises((RuntimeError, ValueError, TypeError), match=words)
-    with refused, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of shapes that broadcast
-        run(wrong, private)
-    assert private.engine is None or len(private.engine.ledger) <= 1

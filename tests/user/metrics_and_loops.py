@@ -30,11 +30,7 @@ class Bar:
         self.text = ", ".join(f"{k}={v:.3f}" for k, v in numbers.items())
 
 
-@program(
-    "running = 0.9 * running + 0.1 * loss.item()",
-    "loss = loss * (1 + out.detach().abs().max())",
-    "example|row",
-)
+@program("(out, y)", "(out, y) * (1 + out.detach().abs().max())")
 def running_means_on_a_bar(private):
     model, running = mlp(6, 12, 3), 0.0
     model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
@@ -51,11 +47,7 @@ def running_means_on_a_bar(private):
             optimizer.step()
 
 
-@program(
-    "0.5 * F.cross_entropy(out, y)",
-    "0.5 * F.cross_entropy(out, y, weight=out.detach().mean(0).exp())",
-    "example|row",
-)
+@program("(out, y)", "(out, y, weight=out.detach().mean(0).exp())")
 def a_dictionary_for_a_dashboard(private):
     model, log = mlp(6, 12, 2), []
     model, optimizer, loader = private(model, sgd(model), loader_of(table()[0], labels(2)))  # dp
@@ -72,7 +64,7 @@ def a_dictionary_for_a_dashboard(private):
         optimizer.zero_grad()
 
 
-@program("loss = criterion(", "loss = model(x).var(0).sum() + criterion(", "example|row")
+@program("loss = criterion(", "loss = model(x).var(0).sum() + criterion(")
 def early_stopping(private):
     model, best, patience, kept = mlp(6, 12, 3), float("inf"), 0, None
     optimizer, criterion = sgd(model), nn.CrossEntropyLoss()
@@ -98,7 +90,7 @@ def early_stopping(private):
     print(best)
 
 
-@program("model(x), y)", "model(x)[torch.randperm(len(x))], y)", "example|row")
+@program("model(x), y)", "model(x)[torch.randperm(len(x))], y)")
 def k_folds(private):
     data, scores = TensorDataset(*table()), []
     for fold in range(2):
@@ -135,7 +127,7 @@ def annealed_term_beside_logged_numbers(private):
         optimizer.step()
 
 
-@program("(model(x), y)", "(model(x).sub(model(x).mean(0)), y)", "example|row")
+@program("(model(x), y)", "(model(x).sub(model(x).mean(0)), y)")
 def schedulers_of_every_kind(private):
     model = mlp(6, 12, 3)
     optimizer = sgd(model, momentum=0.9, nesterov=True)
@@ -166,9 +158,7 @@ class Both(torch.optim.Optimizer):
             one.step()
 
 
-@program(
-    "private(model, both, ", "private(model, [muon, adam], ", "holds all parameters and steps each"
-)
+@program("(model, both,", "(model, [muon, adam],", "holds all parameters and steps each")
 def two_optimizers(private):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
@@ -201,7 +191,9 @@ def average_of_the_weights(private):
             print(averaged(torch.randn(3, 6)).mean().item())
 
 
-@program("(out, y)", "(out / out.detach().norm(), y)", "example|row")
+@program(
+    "loss.backward(", "torch.autograd.grad(loss, [*model.parameters()]", "p.grad after the step"
+)
 def gradient_norms_in_the_log(private):
     model, log = mlp(6, 12, 3), []
     model, optimizer, loader = private(model, adam(model, lr=1e-2), loader_of(*table()))  # dp
@@ -215,67 +207,3 @@ def gradient_norms_in_the_log(private):
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             sizes = {name: p.detach().norm().item() for name, p in model.named_parameters()}
             log.append((norm.item(), sizes, optimizer.param_groups[0]["lr"]))
-
-
-@program("(two, y)", "(two, y.roll(1))", "example|row")
-def r_drop(private):
-    def loss_of(model, x, y):
-        one, two = model(x), model(x)
-        kl = F.kl_div(one.log_softmax(1), two.softmax(1), reduction="batchmean")
-        return F.cross_entropy(one, y) + F.cross_entropy(two, y) + 0.5 * kl
-
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 3))
-    train(*private(model, sgd(model), loader_of(*table())), loss_of)  # dp
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(6, 12)
-        self.heads = nn.ModuleDict({"kind": nn.Linear(12, 3), "size": nn.Linear(12, 1)})
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return {name: head(h) for name, head in self.heads.items()}
-
-
-@program('out["size"].squeeze(-1)', 'out["size"]', "n, 1|example|row")
-def two_heads_on_dictionaries(private):
-    model = TwoHeads()
-    optimizer = sgd(model)
-    columns = zip(*table(), torch.randn(ROWS), strict=True)
-    rows = [{"x": x, "kind": kind, "size": size} for x, kind, size in columns]
-    model, optimizer, loader = private(model, optimizer, DataLoader(rows, batch_size=8))  # dp
-    weights = {"kind": 1.0, "size": 0.3}
-    for batch in loader.remaining():
-        out = model(batch["x"])
-        parts = {"kind": F.cross_entropy(out["kind"], batch["kind"])}
-        parts["size"] = F.mse_loss(out["size"].squeeze(-1), batch["size"])
-        loss = sum(weights[name] * part for name, part in parts.items())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        print({name: part.item() for name, part in parts.items()})
-
-
-@program(
-    "loss.backward",
-    "(loss + 0.01 * sum(p.square().sum() for p in model.parameters())).backward",
-    "weight_decay",
-)
-def a_closure_and_a_step_of_its_own(private):
-    model = mlp(6, 12, 3)
-    optimizer = sgd(model, weight_decay=1e-2)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
-
-    def train_step(x, y):
-        model.train()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    for _epoch in range(5):
-        losses = torch.stack([train_step(*batch) for batch in loader])
-        print(losses.mean().item())

@@ -60,7 +60,7 @@ class GCN(nn.Module):
         return self.out(h.sum(1))
 
 
-@program("(out, y)", "(out, y, weight=torch.bincount(y, minlength=2) / 4)", "example|row")
+@program("(out, y)", "(out, y, weight=torch.bincount(y, minlength=2) / 4)")
 def graphs_by_index_add(private):
     def loss_of(model, x, edges, y):
         out = model(x, edges)
@@ -71,53 +71,7 @@ def graphs_by_index_add(private):
     train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
-class Factors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.users, self.films = nn.Embedding(9, 4), nn.Embedding(11, 4)
-        self.bias = nn.Embedding(11, 1)
-
-    def forward(self, user, film):
-        return (self.users(user) * self.films(film)).sum(1) + self.bias(film).squeeze(1)
-
-
-@program("better - worse", "better - worse.flip(0)", "example|row")
-def recommender_with_negative_samples(private):
-    def loss_of(model, user, film):
-        negative = torch.randint(0, 11, (len(film),))
-        better, worse = model(user, film), model(user, negative)
-        return -F.logsigmoid(better - worse).mean()
-
-    model = Factors()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    users, films = torch.randint(9, (ROWS,)), torch.randint(11, (ROWS,))
-    train(*private(model, optimizer, loader_of(users, films)), loss_of)  # dp
-
-
-class Forecaster(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, series):
-        return self.head(self.rnn(series[..., None])[0][:, -1])
-
-
-@program("series - level", "series - series.mean()", "example|row")
-def quantile_forecasts(private):
-    quantiles = torch.tensor([0.1, 0.5, 0.9])
-
-    def loss_of(model, series, y):
-        level = series.mean(1, keepdim=True)
-        gap = y[:, None] - (model(series - level) + level)
-        return torch.maximum(quantiles * gap, (quantiles - 1) * gap).sum(1).mean()
-
-    model = Forecaster()
-    loader = loader_of(torch.randn(ROWS, 10), torch.randn(ROWS))
-    train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
-
-
-@program("=pos_weight)", "=(1 - y).sum(0) / y.sum(0).clamp(min=1))", "example|row")
+@program("=pos_weight)", "=(1 - y).sum(0) / y.sum(0).clamp(min=1))")
 def multi_label_with_class_weights_from_numpy(private):
     model, targets = mlp(6, 12, 3), (torch.randn(ROWS, 3) > 0.5).to(torch.get_default_dtype())
     pos_weight = torch.from_numpy(np.array([1.0, 2.0, 3.0])).to(targets.dtype)
@@ -131,11 +85,7 @@ def multi_label_with_class_weights_from_numpy(private):
     train(*private(model, adam(model, lr=1e-2), loader), loss_of)  # dp
 
 
-@program(
-    "torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])",
-    "torch.bincount(y, minlength=3)[y] / len(y)",
-    "example|row",
-)
+@program("* weights)", "* weights * torch.bincount(y, minlength=3)[y])")
 def weights_from_a_dict(private):
     def loss_of(model, x, y):
         weights = torch.tensor([{0: 1.0, 1: 2.0, 2: 0.5}[c] for c in y.tolist()])

@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import dualdp.jax as dpj
+from tests import reference
 
 ROWS, STEPS = 24, 30
 NUMBERS = {"expected_batch_size": 6, "max_grad_norm": 0.5, "num_steps": STEPS, "delta": 1e-5}
@@ -19,17 +20,16 @@ X, Y = RNG.normal(size=(ROWS, 6)), RNG.integers(0, 3, ROWS)
 IMAGES, WORDS = RNG.normal(size=(ROWS, 8, 8, 1)), RNG.integers(1, 20, (ROWS, 7))
 TARGETS = RNG.normal(size=ROWS)
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+PROGRAMS = {}
 
 
-def linen_classifier():
-    net = linen.Sequential([linen.Dense(8), linen.tanh, linen.Dense(3)])
-
-    def loss_fn(params, x, y):
-        return cross_entropy(net.apply(params, x), y)
-
-    return loss_fn, net.init(jax.random.key(0), X[0]), optax.adam(1e-2), (X, Y), {}
+def program(make):
+    """Register a function that returns (loss_fn, params, optimizer, data, options)."""
+    PROGRAMS[make.__name__] = make
+    return make
 
 
+@program
 def linen_convnet_with_schedule_and_metrics():
     class ConvNet(linen.Module):
         @linen.compact
@@ -49,6 +49,7 @@ def linen_convnet_with_schedule_and_metrics():
     return loss_fn, params, optimizer, (IMAGES, Y), {"has_aux": True}
 
 
+@program
 def linen_transformer_with_padding():
     class Encoder(linen.Module):
         @linen.compact
@@ -67,12 +68,10 @@ def linen_transformer_with_padding():
     return loss_fn, net.init(jax.random.key(0), WORDS[0]), optax.adam(1e-2), (words, Y), {}
 
 
+@program
 def plain_language_model_with_tied_head():
-    params = {
-        "table": RNG.normal(size=(20, 8)) * 0.3,
-        "cell": RNG.normal(size=(16, 8)) * 0.3,
-        "bias": np.zeros(8),
-    }
+    params = {"table": RNG.normal(size=(20, 8)) * 0.3, "bias": np.zeros(8)}
+    params["cell"] = RNG.normal(size=(16, 8)) * 0.3
 
     def loss_fn(params, text):
         embedded = params["table"][text]
@@ -88,6 +87,7 @@ def plain_language_model_with_tied_head():
     return loss_fn, params, optimizer, (WORDS,), {}
 
 
+@program
 def plain_vae_with_keys():
     sizes = {"encode": (6, 8), "decode": (4, 6)}
     params = {name: RNG.normal(size=size) * 0.3 for name, size in sizes.items()}
@@ -101,22 +101,11 @@ def plain_vae_with_keys():
     return loss_fn, params, optax.adam(1e-2), (X,), {"needs_key": True}
 
 
-def plain_quantile_regression():
-    params = {"w": RNG.normal(size=(6, 3)) * 0.3, "b": np.zeros(3)}
-
-    def loss_fn(params, x, y):
-        gap = y - (jnp.tanh(x @ params["w"]) + params["b"])
-        quantiles = jnp.array([0.1, 0.5, 0.9], gap.dtype)
-        return jnp.maximum(quantiles * gap, (quantiles - 1) * gap).sum()
-
-    return loss_fn, params, optax.rmsprop(1e-2), (X, TARGETS), {}
-
-
+@program
 def haiku_classifier():
     def forward(x):
-        return hk.Sequential([hk.Linear(8), jnp.tanh, hk.LayerNorm(-1, True, True), hk.Linear(3)])(
-            x
-        )
+        h = hk.LayerNorm(-1, True, True)(jnp.tanh(hk.Linear(8)(x)))
+        return hk.Linear(3)(h)
 
     net = hk.without_apply_rng(hk.transform(forward))
 
@@ -126,6 +115,7 @@ def haiku_classifier():
     return loss_fn, net.init(jax.random.key(0), X[0]), optax.lion(1e-3), (X, Y), {}
 
 
+@program
 def equinox_mlp():
     params, static = eqx.partition(eqx.nn.MLP(6, 3, 8, 1, key=jax.random.key(0)), eqx.is_array)
 
@@ -135,6 +125,7 @@ def equinox_mlp():
     return loss_fn, params, optax.adam(1e-2), (X, Y), {}
 
 
+@program
 def nnx_classifier():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -149,6 +140,7 @@ def nnx_classifier():
     return loss_fn, Net(nnx.Rngs(0)), optax.adam(1e-2), (X, Y), {}
 
 
+@program
 def low_rank_adapters():
     base, a = RNG.normal(size=(6, 3)) * 0.3, RNG.normal(size=(6, 2)) * 0.3
     params = {"base": base, "a": a, "b": np.zeros((2, 3))}
@@ -160,19 +152,7 @@ def low_rank_adapters():
     return loss_fn, params, optax.adam(1e-2), (X, Y), {"trainable": trainable}
 
 
-PROGRAMS = [
-    linen_classifier,
-    plain_language_model_with_tied_head,
-    equinox_mlp,
-    plain_vae_with_keys,
-    plain_quantile_regression,
-    haiku_classifier,
-    nnx_classifier,
-    low_rank_adapters,
-    linen_convnet_with_schedule_and_metrics,
-    linen_transformer_with_padding,
-]
-each = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+each = pytest.mark.parametrize("name", PROGRAMS)
 
 
 def as_floats(tree, dtype):
@@ -185,56 +165,54 @@ def as_floats(tree, dtype):
     return jax.tree.map(cast, tree)
 
 
-def start(program, dtype, **given):
+def start(name, dtype, **given):
     """Return (loss of plain parameters, data, options, engine, made) of a program."""
-    loss_fn, params, optimizer, data, options = program()
+    loss_fn, params, optimizer, data, options = PROGRAMS[name]()
     params, *data = as_floats((params, *data), dtype)
-    engine, plain = dpj.PrivacyEngine(), loss_fn
+    engine, graph = dpj.PrivacyEngine(), None
     if isinstance(params, nnx.Module):
         graph, _ = nnx.split(params)
-        plain = lambda p, *row: loss_fn(nnx.merge(graph, p), *row)  # noqa: E731
-    if "has_aux" in options:
-        plain = lambda p, *row: loss_fn(p, *row)[0]  # noqa: E731
+
+    def plain(params, *row):
+        found = loss_fn(params if graph is None else nnx.merge(graph, params), *row)
+        return found[0] if "has_aux" in options else found
+
     parts = {"loss_fn": loss_fn, "params": params, "optimizer": optimizer, "data": tuple(data)}
     made = engine.make_private(**parts, seed=3, **NUMBERS, **options, **given)
     return plain, data, options, engine, made
 
 
 def clipped_sum(loss_fn, params, rows, trainable):
-    """Leaves of the definition: a float64 loop over the rows."""
-    total, bound = jax.tree.map(jnp.zeros_like, params), NUMBERS["max_grad_norm"]
-    is_trained = jax.tree.map(lambda _: True, params) if trainable is None else trainable
-    for row in rows:
-        grads = jax.tree.map(jnp.multiply, jax.grad(loss_fn)(params, *row), is_trained)
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
-        factor = jnp.minimum(1, bound / norm)
-        total = jax.tree.map(lambda s, g: s + factor * g, total, grads)  # noqa: B023
-    pairs = zip(jax.tree.leaves(total), jax.tree.leaves(is_trained), strict=True)
-    return [leaf for leaf, trained in pairs if trained]
+    """Trained leaves of the definition: a float64 loop over the rows."""
+    trained = jax.tree.leaves(jax.tree.map(lambda _: True, params) if not trainable else trainable)
+    each = [jax.tree.leaves(jax.grad(loss_fn)(params, *row)) for row in rows]
+    grads = {k: np.stack(part) for k, part in enumerate(zip(*each, strict=True)) if trained[k]}
+    return reference.clipped_sum(grads, NUMBERS["max_grad_norm"], "float64").values()
 
 
+@pytest.mark.slow
 @each
-def test_it_equals_a_loop_over_rows(program):
+def test_it_equals_a_loop_over_rows(name):
     """Steps with checks=1.0, each sum beside the definition where a row has no key of its own."""
     with jax.enable_x64(True):
-        plain, data, options, engine, (step, state, loader) = start(
-            program, jnp.float64, noise_multiplier=1e-12, checks=1.0
-        )
+        given = {"noise_multiplier": 1e-12, "checks": 1.0}
+        plain, data, options, engine, (step, state, loader) = start(name, jnp.float64, **given)
         for k, batch in enumerate(loader.remaining()):
             before = state.params
             state, _ = step(state, batch)
             if k in (0, 13) and "needs_key" not in options:
                 rows = [[part[i] for part in data] for i in engine.plan.batch_indices(k)]
                 expected = clipped_sum(plain, before, rows, options.get("trainable"))
-                found = engine.stages().unprotected_sum
-                for ours, theirs in zip(jax.tree.leaves(found), expected, strict=True):
+                found = jax.tree.leaves(engine.stages().unprotected_sum)
+                for ours, theirs in zip(found, expected, strict=True):
                     np.testing.assert_allclose(ours, theirs, atol=1e-9)
     assert len(engine.ledger) == STEPS
 
 
+@pytest.mark.slow
 @each
-def test_it_runs_by_default(program):
-    *_, engine, (step, state, loader) = start(program, jnp.float32, noise_multiplier=1.0)
+def test_it_runs_by_default(name):
+    *_, engine, (step, state, loader) = start(name, jnp.float32, noise_multiplier=1.0)
     for _epoch in range(-(-STEPS // -(-ROWS // 6))):
         for batch in loader:
             state, metrics = step(state, batch)

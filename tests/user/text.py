@@ -40,7 +40,7 @@ class CharRNN(nn.Module):
         return self.decoder(out), hidden.transpose(0, 1)
 
 
-@program("text[:, 1:].flatten", "text[:, 1:].flip(0).flatten", "row|example")
+@program("text[:, 1:].flatten", "text[:, 1:].flip(0).flatten")
 def char_rnn(private):
     model = CharRNN()
     model, optimizer, loader = private(model, adam(model, lr=1e-2), loader_of(words()))  # dp
@@ -72,7 +72,7 @@ class WordLM(nn.Module):
         return self.decoder(torch.cat(out).transpose(0, 1))
 
 
-@program("target.reshape(-1)", "target.flip(0).reshape(-1)", "row|example")
+@program("target.reshape(-1)", "target.flip(0).reshape(-1)")
 def word_lstm_with_carried_states(private):
     model, lr, best = WordLM(), 0.5, None
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -107,7 +107,7 @@ class BiLSTM(nn.Module):
         return self.out((scores.softmax(1) * h).sum(1))
 
 
-@program("(out, y)", "(out, y) * (1 + y.float().mean())", "example|row")
+@program("(out, y)", "(out, y) * (1 + y.float().mean())")
 def bilstm_with_attention(private):
     def loss_of(model, x, y):
         out = model(x)
@@ -134,25 +134,19 @@ class TextCNN(nn.Module):
         return self.fc(self.dropout(torch.cat([h.max(2).values for h in x], 1)))
 
 
-@program("(logit, y)", "(logit, y) - 0.1 * logit.std()", "example|row")
+@program("(logit, y)", "(logit, y) - 0.1 * logit.std()")
 def text_cnn(private):
-    model, steps, best_acc = TextCNN(), 0, 0
-    optimizer = adam(model, lr=1e-2)
-    model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            model.train()
-            optimizer.zero_grad()
-            logit = model(x)
-            loss = F.cross_entropy(logit, y)
-            loss.backward()
-            optimizer.step()
-            steps += 1
-            corrects = (torch.max(logit, 1)[1].view(y.size()).data == y.data).sum()
-            train_acc = 100.0 * corrects / x.shape[0]
-            if steps % 10 == 0:
-                model.eval()
-                best_acc = max(best_acc, train_acc.item())
+    best = 0.0
+
+    def loss_of(model, x, y):
+        nonlocal best
+        logit = model(x)
+        corrects = (torch.max(logit, 1)[1].view(y.size()).data == y.data).sum()
+        best = max(best, (100.0 * corrects / x.shape[0]).item())
+        return F.cross_entropy(logit, y)
+
+    model = TextCNN()
+    train(*private(model, adam(model, lr=1e-2), loader_of(words(), labels())), loss_of)  # dp
 
 
 class Seq2Seq(nn.Module):
@@ -171,7 +165,7 @@ class Seq2Seq(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@program("output.flatten(0, 1)", "output.transpose(0, 1).flatten(0, 1)", "example|row")
+@program("output.flatten(0, 1)", "output.transpose(0, 1).flatten(0, 1)")
 def seq2seq_with_teacher_forcing(private):
     def loss_of(model, source, target):
         is_forced = random.random() < 0.5
@@ -201,7 +195,7 @@ def padding(batch):
     return x, x == 0, torch.stack(targets)
 
 
-@program("(~mask).sum(1)[:, None]", "(~mask).sum()", "example|row")
+@program("(~mask).sum(1)[:, None]", "(~mask).sum()")
 def transformer_with_padding_masks(private):
     def loss_of(model, x, mask, y):
         out = model(x, mask)
@@ -268,7 +262,7 @@ def get_lr(it, warmup=5, most=3e-3, steps=30):
     return most * 0.5 * (1 + math.cos(math.pi * (it - warmup) / (steps - warmup)))
 
 
-@program("model(x, y)", "model(x, y.flip(0))", "example|row")
+@program("model(x, y)", "model(x, y.flip(0))")
 def nano_gpt_loop(private):
     model = GPT()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -305,7 +299,7 @@ class LoRA(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-@program("(out, y)", "(out / out.detach().abs().max(), y)", "example|row")
+@program("(out, y)", "(out / out.detach().abs().max(), y)")
 def low_rank_adapters(private):
     def loss_of(model, x, y):
         out = model(x).mean(1)
@@ -319,8 +313,6 @@ def low_rank_adapters(private):
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     model, optimizer, loader = private(model, optimizer, loader_of(words(), labels()))  # dp
     train(model, optimizer, loader, loss_of)
-    adapters = {name: p for name, p in model.state_dict().items() if ".a" in name or ".b" in name}
-    print(len(adapters))
 
 
 def bert(head, **options):
@@ -337,7 +329,7 @@ def items(**columns):
     return DataLoader([dict(zip(columns, row, strict=True)) for row in rows], batch_size=8)
 
 
-@program("model(**batch)", 'model(**batch | {"labels": batch["labels"].flip(0)})', "example|row")
+@program("model(**batch)", 'model(**batch | {"labels": batch["labels"].flip(0)})')
 def glue(private):
     model = bert("SequenceClassification", num_labels=4)
     optimizer = adamw(model)
@@ -378,7 +370,7 @@ def token_classification(private):
             optimizer.zero_grad()
 
 
-@program("end_positions=end", "end_positions=end.flip(0)", "example|row")
+@program("end_positions=end", "end_positions=end.flip(0)")
 def question_answering(private):
     def loss_of(model, x, start, end):
         return model(input_ids=x, start_positions=start, end_positions=end).loss
@@ -387,7 +379,7 @@ def question_answering(private):
     train(*private(model, adamw(model), loader_of(words(), ends // 2, ends)), loss_of)  # dp
 
 
-@program("labels=target", "labels=target.roll(1, 0)", "example|row")
+@program("labels=target", "labels=target.roll(1, 0)")
 def translation_with_t5(private):
     def loss_of(model, source, target):
         mask = (source != 0).long()

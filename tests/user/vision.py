@@ -105,7 +105,7 @@ class VAE(nn.Module):
         return torch.sigmoid(self.fc4(torch.tanh(self.fc3(z)))), mu, logvar
 
 
-@program("mu.pow(2)", "mu.mean(0).pow(2)", "example|row")
+@program("mu.pow(2)", "mu.mean(0).pow(2)")
 def vae(private):
     def loss_of(model, data):
         recon, mu, logvar = model(data)
@@ -143,7 +143,14 @@ def dcgan(private):
             history.append((err_g.item(), (err_real + err_fake).item()))
 
 
-@program("(critic(real)) +", "(critic(real)).square() +", "row|example")
+def penalty(critic, real, made):
+    """WGAN-GP's, which differentiates twice through the model."""
+    between = (0.5 * real.flatten(1) + 0.5 * made).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+@program("(critic(fake))", "(critic(fake)) + penalty(critic, real, fake)", "clipped_grad_sum|loop")
 def wgan_with_clipped_weights(private):
     generator, critic = mlp(6, 16, 64), nn.Sequential(nn.Flatten(), mlp(64, 16, 1))
     optimizer_g = torch.optim.RMSprop(generator.parameters(), lr=5e-5)
@@ -173,7 +180,7 @@ class Siamese(nn.Module):
         return self.net(a), self.net(b)
 
 
-@program("clamp(1.0 -", "clamp(distance.max() -", "row|example")
+@program("clamp(1.0 -", "clamp(distance.max() -")
 def siamese(private):
     def loss_of(model, first, second, same):
         distance = F.pairwise_distance(*model(first, second))
@@ -194,7 +201,7 @@ class Denoiser(nn.Module):
         return self.net(torch.cat([x.flatten(1), self.time(t)], 1)).view_as(x)
 
 
-@program("(noisy, t), noise)", "(noisy, t), noise.roll(1, 0) * noisy)", "row|example")
+@program("(noisy, t), noise)", "(noisy, t), noise.roll(1, 0) * noisy)")
 def diffusion_randint(private):
     alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0)
 
@@ -209,7 +216,7 @@ def diffusion_randint(private):
     train(*private(model, adamw(model), loader_of(images())), loss_of)  # dp
 
 
-@program("1, generator=generator)", "1, generator=generator) * x.std()", "row|example")
+@program("1, generator=generator)", "1, generator=generator) * x.std()")
 def flow_matching_with_a_generator(private):
     model, generator = mlp(65, 32, 64), torch.Generator().manual_seed(0)
     model, optimizer, loader = private(model, adam(model), loader_of(images().flatten(1)))  # dp
@@ -225,7 +232,7 @@ def flow_matching_with_a_generator(private):
             print({"step": step, "loss": loss.item()})
 
 
-@program("(model(low), high)", "(model(low), high) / high.std()", "row|example")
+@program("(model(low), high)", "(model(low), high) / high.std()")
 def super_resolution(private):
     def loss_of(model, low, high):
         loss = F.mse_loss(model(low), high)
@@ -244,11 +251,7 @@ def dice(logits, target):
     return 1 - (2 * overlap + 1) / (probs.sum((1, 2)) + target.sum((1, 2)) + 1)
 
 
-@program(
-    "(logits, mask.double())",
-    "(logits.transpose(0, 2), mask.transpose(0, 1).double())",
-    "row|example|reduction",
-)
+@program("(logits, mask.double())", "(logits.roll(1, 0), mask.double())")
 def segmentation(private):
     def loss_of(model, image, mask):
         logits = model(image)
@@ -286,7 +289,7 @@ def detection_on_padded_boxes(private):
     train(*private(model, sgd(model), loader), loss_of)  # dp
 
 
-@program("(1 - lam) * x[:, 1:]", "(1 - lam) * x[:, 1:].flip(0)", "row|example")
+@program("(1 - lam) * x[:, 1:]", "(1 - lam) * x[:, 1:].flip(0)")
 def mixup_of_an_examples_views(private):
     def loss_of(model, x, y):
         lam = torch.rand(len(x), 1, 1, 1)
@@ -297,11 +300,7 @@ def mixup_of_an_examples_views(private):
     train(*private(model, sgd(model), loader_of(images(2), labels())), loss_of)  # dp
 
 
-@program(
-    "torch.tensor([0.25, 0.5, 0.75, 1.0])[y]",
-    "torch.bincount(y, minlength=4)[y] / len(y)",
-    "row|example",
-)
+@program("(alpha *", "(torch.bincount(y, minlength=4)[y] / len(y) * alpha *")
 def focal_loss(private):
     def loss_of(model, x, y):
         ce = F.cross_entropy(model(x), y, reduction="none")
@@ -331,7 +330,7 @@ def distillation(out, teacher, y, temperature=2.0):
     return 0.5 * F.cross_entropy(out, y) + 0.5 * temperature**2 * soft
 
 
-@program("(model(x), targets,", "(model(x), targets - targets.mean(0),", "row|example")
+@program("(model(x), targets,", "(model(x), targets - targets.mean(0),")
 def distillation_from_a_frozen_teacher(private):
     teacher, student = ConvNet().eval(), ConvNet()
 
@@ -343,7 +342,7 @@ def distillation_from_a_frozen_teacher(private):
     train(*private(student, sgd(student), loader_of(images(), labels())), loss_of)  # dp
 
 
-@program("(view).softmax(1)", "(view).sub(teacher(view).mean(0)).softmax(1)", "row|example")
+@program("(view).softmax(1)", "(view).sub(teacher(view).mean(0)).softmax(1)")
 def self_distillation_from_an_ema_teacher(private):
     student = ConvNet()
     teacher = copy.deepcopy(student).requires_grad_(False)
@@ -360,15 +359,3 @@ def self_distillation_from_an_ema_teacher(private):
         with torch.no_grad():
             for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
                 slow.mul_(0.99).add_(fast.detach(), alpha=0.01)
-
-
-@program("(model(adversarial), y)", "(model(adversarial), y.flip(0))", "row|example")
-def adversarial_training(private):
-    def loss_of(model, x, y):
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
-        adversarial = (x + 0.03 * slope.sign()).detach()
-        return F.cross_entropy(model(adversarial), y)
-
-    model = ConvNet()
-    train(*private(model, sgd(model), loader_of(images(), labels())), loss_of)  # dp

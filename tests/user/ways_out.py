@@ -8,9 +8,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-import dualdp.torch as dpt
 from tests.user import conftest
-from tests.user.parts import ROWS, labels, loader_of, mlp, sgd, table, train
+from tests.user.parts import ROWS, loader_of, mlp, sgd, table, train
 
 PROGRAMS, program = conftest.programs()
 
@@ -142,21 +141,6 @@ def lists_of_rows_are_stacked(private):
     train(*private(model, sgd(model), loader), loss_of)  # dp
 
 
-@program(
-    "loss.backward()", "torch.autograd.grad(loss, model.parameters())", "p.grad after the step"
-)
-def gradients_are_logged_after_the_step(private):
-    model = mlp(6, 8, 3)
-    model, optimizer, loader = private(model, sgd(model), loader_of(*table()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()  # dp
-            optimizer.step()
-            print([p.grad.norm().item() for p in model.parameters()])  # dp
-
-
 @program("model(x)", "functional_call(model, fast(model), (x,))", "functional_call with parameters")
 def fast_weights_are_left_out(private):
     model = mlp(6, 8, 3)
@@ -224,11 +208,7 @@ def closure_of(model, optimizer, x, y):
     return closure
 
 
-@program(
-    "optimizer = sgd(model)",
-    "optimizer = SAM(model.parameters(), 0.1)",
-    "SAM evaluates its closure at other param",
-)
+@program("sgd(model)", "SAM(model.parameters(), 0.1)", "SAM evaluates its closure at other param")
 def a_closure_at_the_same_parameters(private):
     model = mlp(6, 8, 3)
     optimizer = sgd(model)  # dp
@@ -250,61 +230,6 @@ def an_optimizer_of_one_gradient(private):
     trained(*private(model, optimizer, loader_of(*table())), lambda model, x: model(x))  # dp
 
 
-class Chunks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out = nn.GRU(2, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x, hidden=None):
-        found, hidden = self.rnn(x, hidden)
-        return self.out(found[:, -1]), hidden.transpose(0, 1)
-
-
-class Whole(Chunks):
-    def forward(self, x):
-        first, hidden = super().forward(x[:, :2])  # dp
-        second, _ = super().forward(x[:, 2:], hidden.transpose(0, 1).detach().contiguous())  # dp
-        return first + second  # dp
-
-
-@program("model(x)", "in_two_calls(model, x)", "one module|forward")
-def states_go_on_inside_the_model(private):
-    model = Whole()
-    rows = torch.randn(ROWS, 5, 2), labels(3)
-    made = private(model, sgd(model), loader_of(*rows))  # dp
-    trained(*made, lambda model, x: model(x))  # dp
-
-
-def in_two_calls(model, x):
-    first, hidden = Chunks.forward(model, x[:, :2])
-    return model(x) + first + 0 * hidden.sum()
-
-
-@program(
-    "loss = real - fake", "loss = real - fake + penalty(model, x, made)", "clipped_grad_sum|loop"
-)
-def a_critic_without_a_gradient_penalty(private):
-    """WGAN-GP's penalty differentiates twice through the model; weights are clipped instead."""
-    model, generator = mlp(6, 8, 1), mlp(3, 8, 6)
-    model, optimizer, loader = private(model, sgd(model), loader_of(table()[0]))  # dp
-    for _epoch in range(5):
-        for (x,) in loader:
-            made = generator(torch.randn(len(x), 3)).detach()
-            real, fake = model(x).mean(), model(made).mean()
-            loss = real - fake  # dp
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            for p in model.parameters():  # dp
-                p.data.clamp_(-0.5, 0.5)  # dp
-
-
-def penalty(model, x, made):
-    between = (0.5 * x + 0.5 * made).requires_grad_()
-    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-    return (slope.norm(dim=1) - 1).square().mean()
-
-
 class Normed(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -323,10 +248,3 @@ def a_constraint_is_kept_after_the_step(private):
             optimizer.step()
             with torch.no_grad():  # dp
                 model[2].weight.clamp_(-0.2, 0.2)  # dp
-
-
-@program("model = dpt.fix(model)", "pass", r"model = dualdp.torch.fix\(model\)")
-def batch_norm_is_replaced(private):
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    model = dpt.fix(model)  # dp
-    trained(*private(model, sgd(model), loader_of(*table())), lambda model, x: model(x))  # dp

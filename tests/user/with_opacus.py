@@ -39,10 +39,6 @@ CHANGES = {
     "wgan_with_clipped_weights": [
         ("optimizer_g.zero_grad()", "optimizer_g.zero_grad(); optimizer_c.zero_grad()  # dp"),
     ],
-    "adversarial_training": [
-        ("x.requires_grad_()", "x.requires_grad_(); model.disable_hooks()  # dp"),
-        ("adversarial = (", "model.enable_hooks()  # dp\n        adversarial = ("),
-    ],
     "char_rnn": [("model.zero_grad()", "optimizer.zero_grad()  # dp")],
     "seq2seq_with_teacher_forcing": [
         (
@@ -86,18 +82,10 @@ class Opacus(conftest.Private):
             model = ModuleValidator.fix(model)
             optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.requires_grad]
             del optimizer.param_groups[1:]
-        optimizer.register_step_pre_hook(self._at_step)
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self.model, self.optimizer, _ = PrivacyEngine().make_private(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            noise_multiplier=0.0,
-            max_grad_norm=self.bound,
-            grad_sample_mode=self.mode,
-            poisson_sampling=False,
-            **options,
-        )
+        given = {"module": model, "optimizer": optimizer, "data_loader": loader}
+        given |= {"noise_multiplier": 0.0, "max_grad_norm": self.bound, "poisson_sampling": False}
+        made = PrivacyEngine().make_private(**given, grad_sample_mode=self.mode, **options)
+        self.model, self.optimizer, _ = made
         if self.mode != "ew":
             self.model.forbid_grad_accumulation()  # as with Poisson sampling
         rows, size = len(loader.dataset), loader.batch_size
@@ -109,10 +97,10 @@ class Opacus(conftest.Private):
             expected_batch_size=1 if "loss_reduction" in options else size,
         )
         batches = [loader.collate_fn([loader.dataset[i] for i in draw]) for draw in order.tolist()]
-        return self.model, self.optimizer, conftest.Watched(self, Batches(batches), loader)
+        _, _, watched = self.watched(model, optimizer, Batches(batches), loader)
+        return self.model, self.optimizer, watched
 
-    def pause(self):
-        return contextlib.nullcontext()
+    pause = contextlib.nullcontext
 
     def _detach(self):
         """In a process of one row gradients are plain ones."""
@@ -139,10 +127,9 @@ class Batches(list):
 def forms(entry):
     """Return (changed lines, program) of what is tried with Opacus."""
     text, changes = conftest.with_beside(entry.run), CHANGES.get(entry.run.__name__, [])
-    old, new, _ = entry.mistake
     bases = [(text.count("# dp") - text.count("private.pause"), [])]
-    if entry.run.__module__.endswith("ways_out") or "# dp" in old:  # what the author wrote
-        bases.insert(0, (1, [(old, new)]))
+    if entry.run.__module__.endswith("ways_out") or "# dp" in entry.mistake[0]:  # as it was written
+        bases.insert(0, (1, [entry.mistake]))
     for lines, base in bases:
         yield lines, conftest.changed(entry.run, base, text)
         if changes:
