@@ -20,9 +20,6 @@ class Bar:
     def __init__(self, iterable):
         self.iterable, self.text = iterable, ""
 
-    def __len__(self):
-        return len(self.iterable)
-
     def __iter__(self):
         yield from self.iterable
 

@@ -16,21 +16,14 @@ PROGRAMS = [entry for module in FILES for entry in module.PROGRAMS]
 FAST = {"classifier_with_meters", "dcgan", "annealed_term_beside_logged_numbers"}
 
 
-def each(fast=None):
-    return pytest.mark.parametrize(
-        "entry",
-        [
-            pytest.param(
-                entry,
-                id=entry.run.__name__,
-                marks=() if fast is None or entry.run.__name__ in fast else pytest.mark.slow,
-            )
-            for entry in PROGRAMS
-        ],
-    )
+NAMES = [entry.run.__name__ for entry in PROGRAMS]
+MARKS = [() if name in FAST else pytest.mark.slow for name in NAMES]
+each = pytest.mark.parametrize(
+    "entry", [pytest.param(e, marks=m) for e, m in zip(PROGRAMS, MARKS, strict=True)], ids=NAMES
+)
 
 
-@each(FAST)
+@each
 def test_it_equals_a_loop_over_rows(entry):
     """30 steps with checks=1.0, compared with each row alone."""
     private = Private(True, noise_multiplier=1e-12, checks=1.0)
@@ -44,7 +37,7 @@ def test_it_equals_a_loop_over_rows(entry):
     assert private.compared >= len(LOOKED_AT)
 
 
-@each(FAST)
+@each
 def test_it_runs_by_default(entry):
     """30 steps with the default checks and noise; warnings are errors in the whole suite."""
     private = Private(False, noise_multiplier=1.0)
@@ -52,7 +45,7 @@ def test_it_runs_by_default(entry):
     assert len(private.engine.ledger) == STEPS
 
 
-@each()
+@pytest.mark.parametrize("entry", PROGRAMS, ids=NAMES)
 def test_its_mistake_is_refused(entry):
     """At its first step, or what the loop does right after it; or it is noted."""
     wrong, private = changed(entry.run, [entry.mistake]), Private(False, noise_multiplier=1.0)

@@ -41,7 +41,7 @@ def transformer(name, head, **options):
         for key in [*names, *(key for key in vars(module) if "drop" in key)]:
             if isinstance(getattr(module, key, None), float):
                 setattr(module, key, 0.0)
-    return model.train(), *HEADS[head]
+    return model.train(), *HEADS.get(head, (next_token, (words(LENGTH),)))
 
 
 def words(*shape, seed=1):
@@ -82,11 +82,8 @@ def patches_that_are_masked(model, x, noise):
 
 Y, IMAGES = torch.arange(N) % 3, {"pixel_values": data(N, 3, SIZE, SIZE)}
 EVERY_THIRD = torch.arange(LENGTH) % 3 > 0
-#: Head -> loss and batch.
+#: Head -> loss and batch, where it is no language model.
 HEADS = {
-    "ForCausalLM": (next_token, (words(LENGTH),)),
-    "LMHeadModel": (next_token, (words(LENGTH),)),
-    "ModelWithLMHead": (next_token, (words(LENGTH),)),
     "ForSequenceClassification": (label, (padded(), Y)),
     "ForMaskedLM": (
         lambda model, batch, y: of_tokens(model(**batch).logits, y),
