@@ -28,7 +28,7 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysi
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options, unchanged
-from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.capture import Capture, checkpoint_frame
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
@@ -297,6 +297,12 @@ class Recorder:
             raise RuntimeError(
                 "The model calls itself inside its forward, and one recorded forward can't hold "
                 "another. Call a method or a submodule there."
+            )
+        if checkpoint_frame() is not None:
+            raise UnsupportedLayerError(
+                "The whole private model was called inside an activation checkpoint, so that its "
+                "forward would be recorded twice. Expected checkpoints inside of its forward, "
+                "around its parts: checkpoint(self.block, x, use_reentrant=False)."
             )
         if self._in_backward and not self.has_gradients:  # the backward failed
             if len(self.forwards) > 1:
