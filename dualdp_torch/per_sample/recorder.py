@@ -208,12 +208,13 @@ class Recorder:
         if self._paused or not self.is_active or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         try:
-            forward = self._begin(args, kwargs)
-            with eagerly():
-                run = self._run_alone if self.by_loop else self._run_captured
-                outputs = run(forward, args, kwargs)
-            if not self.computes_loss:
-                outputs = self._hand_out(forward, outputs)
+            with self.twins.unheard():
+                forward = self._begin(args, kwargs)
+                with eagerly():
+                    run = self._run_alone if self.by_loop else self._run_captured
+                    outputs = run(forward, args, kwargs)
+                if not self.computes_loss:
+                    outputs = self._hand_out(forward, outputs)
             self.is_inside = False
             return outputs
         except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
