@@ -17,8 +17,8 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from dualdp_torch.per_sample.random_state import RECURRENT, RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
 
+Item = TypeVar("Item")
 REDUCTIONS = ("mean", "sum")
 _FLOOR = 1e-2  # gradients below this are compared with it: 1 - p of a sure prediction is rounding
 _MOST = 1 << 24  # numbers in the outputs of all twins of a whole batch together
@@ -435,6 +436,16 @@ class Twins(TorchFunctionMode):
         finally:
             for other in others:
                 other._is_busy = False
+
+    def each_unheard(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items that are made `unheard`, such as the batches of a loader."""
+        left = iter(items)
+        while True:
+            with self.unheard():
+                item = next(left, None)
+            if item is None:
+                return
+            yield item
 
     # ------------------------------------------------------------------ the model
 
