@@ -83,11 +83,11 @@ def measure(stack: Stack, row: Row, setting: Setting, protocol: Protocol) -> Row
     batch = stack.load(setting, *setting.workload.batch(setting.n))
     truth = gate.truth(stack, setting, batch)
     gc.collect()
-    plain, row = _first(stack, stack.system(NON_PRIVATE), setting, batch, row, is_plain=True)
-    if row.system == NON_PRIVATE:
-        system = plain
-    else:
-        system, row = _first(stack, stack.system(row.system), setting, batch, row)
+    plain, took = _first(stack, NON_PRIVATE, setting, batch)
+    system, row = plain, replace(row, plain_first=took, first=took)
+    if row.system != NON_PRIVATE:
+        system, took = _first(stack, row.system, setting, batch)
+        row = replace(row, first=took)
         assert system.read is not None
         gate.check(row.system, system.read(system.gradient(batch)), truth, setting)
     both = {NON_PRIVATE: plain, row.system: system}
@@ -106,22 +106,12 @@ def measure(stack: Stack, row: Row, setting: Setting, protocol: Protocol) -> Row
     return row
 
 
-def _first(
-    stack: Stack,
-    make: Callable[[Setting], Prepared],
-    setting: Setting,
-    batch: Any,
-    row: Row,
-    *,
-    is_plain: bool = False,
-) -> tuple[Prepared, Row]:
-    """Make a system and call it once; note the seconds of that, compilation included."""
+def _first(stack: Stack, name: str, setting: Setting, batch: Any) -> tuple[Prepared, float]:
+    """Return a system, and the seconds to make it and call it once, compilation included."""
     start = time.perf_counter()
-    made = make(setting)
+    made = stack.system(name)(setting)
     stack.wait(made.gradient(batch))
-    took = time.perf_counter() - start
-    changed = replace(row, plain_first=took) if is_plain else replace(row, first=took)
-    return made, replace(changed, first=took) if row.system == NON_PRIVATE else changed
+    return made, time.perf_counter() - start
 
 
 def setting_of(row: Row, device: str, compute: str = "float32") -> Setting:

@@ -255,8 +255,16 @@ def promoting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def inputs_in_use(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Return, per input, True if the marked outputs depend on it, also through nested jaxprs."""
-    return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])
+    """Return, per input, True if the marked outputs depend on it, also through nested jaxprs.
+
+    A product with the constant 0, such as a learning rate, depends on nothing.
+    """
+    eqns = []
+    for eqn in jaxpr.eqns:
+        zeros = [v for v in eqn.invars if isinstance(v, Literal) and np.all(v.val == 0)]
+        is_zero = eqn.primitive.name == "mul" and zeros
+        eqns.append(eqn.replace(invars=zeros[:1] * 2) if is_zero else eqn)
+    return list(_partial_eval.dce_jaxpr(jaxpr.replace(eqns=eqns), list(outputs))[1])
 
 
 def input_behind(jaxpr: Jaxpr, var: PyTree) -> int | None:

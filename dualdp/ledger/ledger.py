@@ -445,7 +445,8 @@ class Ledger:
             if noisy_fraction is None:
                 raise TypeError(
                     "noisy_fraction is missing beside an adaptive max_grad_norm. Expected "
-                    "ledger.noisy_fraction(num_below, num_rows) of the batch."
+                    "ledger.record(step, noisy_fraction=ledger.noisy_fraction(num_below, "
+                    "num_rows)), with the counts of the batch."
                 )
             noisy_fraction = _validate.real("noisy_fraction", noisy_fraction)
         if self._new_file is not None:

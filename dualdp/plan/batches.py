@@ -189,8 +189,15 @@ class HandedOut:
                 "record alone, engine.ledger.get_epsilon(delta=...)."
             )
 
-    def warn_of_undrawn(self, plan: Cost, position: int) -> None:
-        """Warn of releases on record whose batches were not drawn for them."""
+    def warn_of_undrawn(self, plan: Cost, position: int, num_without_noise: int) -> None:
+        """Warn of releases on record whose batches or whose noise were not drawn for them."""
+        if num_without_noise > 1:  # one may be about to get its noise
+            warnings.warn(
+                f"{num_without_noise} releases are on record whose noise was never asked for: this "
+                "epsilon does not hold for sums that were used without it. Expected noisy_mean, or "
+                "add_noise(plan), for the sum of each release.",
+                stacklevel=3,
+            )
         released, drawn = position - (self.begun or 0), self._count
         by_itself = self._first is None and plan.seed is not None  # from plan.batch_indices
         if released > drawn + 1 and not by_itself:

@@ -411,8 +411,10 @@ class PrivacyEngine:
         if delta is None and not self._names_delta:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._loader is not None and self._loader.origin.loop is not None:
-            self._loader.handed_out.require_recorded(ledger.position)
-            self._loader.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
+            handed_out = self._loader.handed_out
+            handed_out.require_recorded(ledger.position)
+            num_without_noise = len(ledger.waiting)
+            handed_out.warn_of_undrawn(ledger.plan, ledger.position, num_without_noise)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     @property

@@ -11,7 +11,7 @@ import logging
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -113,18 +113,33 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
 
     A model with other modules, hooks, functions or switches than before is a new one.
     """
-    referents, modules = list[Callable[[], Any]](), modules_of(model)
-    attributes = [value for module in modules for value in vars(module).values()]
-    parameters = [p for module in modules for p in module._parameters.values()]
-    key = (
-        _key(loss_fn, referents),
-        batch.signature(),
-        tuple(map(type, modules)),
-        tuple([_switch(v, referents) for v in attributes if type(v) not in _CONTAINERS]),
-        tuple([(*place, _key(hook, referents)) for *place, hook in _hooks(modules)]),
-        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-        tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
-    )
+    referents = list[Callable[[], Any]]()
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    parts: list[Any] = [_key(loss_fn, referents), *batch.signature(), is_autocast]
+    of_all = vars(nn.modules.module)
+    tables = [(name, of_all[f"_global{name}"]) for name in _HOOKS]
+    for module in modules_of(model):
+        parts.append(type(module))
+        own = vars(module)
+        for value in own.values():  # what the module may choose by: if it is zero, a function, ...
+            kind = type(value)
+            if value is None or kind is bool or kind is str:
+                parts.append(value)
+            elif kind is int or kind is float:
+                parts.append((kind, value != 0))
+            elif kind in _FUNCTIONS:
+                parts.append(_key(value, referents))
+            elif kind not in _CONTAINERS:
+                parts.append(kind)
+        for p in module._parameters.values():
+            parts.append(None if p is None else (id(p), p.requires_grad))
+        for name in _HOOKS:
+            tables.append((name, own[name]))
+    for place, (name, table) in enumerate(tables):
+        for hook in table.values():
+            if not comes_from(hook, "dualdp_torch."):  # ours are added anew by every recorder
+                parts.append((place, name, _key(hook, referents)))
+    key = tuple(parts)
     of_model = _models.setdefault(model, OrderedDict())
     found = of_model.pop(key, None)
     if found is None or not found.is_alive():
@@ -133,26 +148,6 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     if len(of_model) > MAX_CACHED:
         of_model.popitem(last=False)
     return found
-
-
-def _hooks(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...]]:
-    """Yield (module's place, kind, hook), without our own, which every recorder adds anew."""
-    tables = [(-1, name, vars(nn.modules.module)[f"_global{name}"]) for name in _HOOKS]
-    for place, module in enumerate(modules):
-        tables += [(place, name, vars(module)[name]) for name in _HOOKS]
-    for place, name, table in tables:
-        for hook in table.values():
-            if not comes_from(hook, "dualdp_torch."):
-                yield place, name, hook
-
-
-def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:
-    """Return a key of what an attribute may choose by: if it is zero, a function, a type."""
-    kind = type(value)
-    if kind is int or kind is float:
-        return kind, value != 0
-    is_switch = value is None or kind is bool or kind is str or kind in _FUNCTIONS
-    return _key(value, referents) if is_switch else kind
 
 
 def _key(value: Any, referents: list[Callable[[], Any]], depth: int = 2) -> Any:

@@ -298,8 +298,7 @@ class Capture(TorchFunctionMode):
         can_skip: bool = True,
     ) -> None:
         """Append a use; inside an activation checkpoint its inputs are left to the second run."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        frame = None if hooks is None else _checkpoint_frame(hooks)
+        frame = checkpoint_frame()
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
         # A function with an input in the graph saves tensors for its backward, so it runs again.
         is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
@@ -402,9 +401,10 @@ class Capture(TorchFunctionMode):
         return [name for name, g in zip(parameters, leftover, strict=True) if g is not None]
 
 
-def _checkpoint_frame(hooks: Any) -> Any:
+def checkpoint_frame() -> Any:
     """Return torch's record of the innermost activation checkpoint that runs forward, or None."""
-    if "checkpoint" not in hooks[0].__module__:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "checkpoint" not in hooks[0].__module__:
         return None
     pack = inspect.unwrap(hooks[0])
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)

@@ -98,20 +98,22 @@ def require_rows(leaf: Tensor, n: int) -> None:
 
 def float_leaves(outputs: Any) -> list[Tensor]:
     """Return the floating-point tensors of the outputs, without numbers beside such tensors."""
-    found = [
-        leaf
-        for leaf in pytree.tree_leaves(outputs)
-        if torch.is_tensor(leaf) and leaf.is_floating_point()
-    ]
-    return [leaf for leaf in found if leaf.dim()] or found
+    found, numbers = list[Tensor](), list[Tensor]()
+    for leaf in pytree.tree_leaves(outputs):
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            (found if leaf.dim() else numbers).append(leaf)
+    return found or numbers
 
 
 def split_numbers(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors among the leaves of outputs, and numbers beside them, such as a loss."""
-    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-    kept = {id(leaf) for leaf in float_leaves(leaves)}
-    numbers = [t for t in tensors if t.is_floating_point() and id(t) not in kept]
-    return [t for t in tensors if not any(t is number for number in numbers)], numbers
+    tensors, numbers = list[Tensor](), list[Tensor]()
+    has_axes = any(leaf.dim() for leaf in float_leaves(leaves))
+    for leaf in leaves:
+        if torch.is_tensor(leaf):
+            is_number = has_axes and leaf.is_floating_point() and not leaf.dim()
+            (numbers if is_number else tensors).append(leaf)
+    return tensors, numbers
 
 
 #: Function of a gradient, and if leaves accumulate theirs, that returns the model's gradient.

@@ -28,7 +28,7 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysi
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options, unchanged
-from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.capture import Capture, checkpoint_frame
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
@@ -208,12 +208,13 @@ class Recorder:
         if self._paused or not self.is_active or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         try:
-            forward = self._begin(args, kwargs)
-            with eagerly():
-                run = self._run_alone if self.by_loop else self._run_captured
-                outputs = run(forward, args, kwargs)
-            if not self.computes_loss:
-                outputs = self._hand_out(forward, outputs)
+            with self.twins.unheard():
+                forward = self._begin(args, kwargs)
+                with eagerly():
+                    run = self._run_alone if self.by_loop else self._run_captured
+                    outputs = run(forward, args, kwargs)
+                if not self.computes_loss:
+                    outputs = self._hand_out(forward, outputs)
             self.is_inside = False
             return outputs
         except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
@@ -297,6 +298,12 @@ class Recorder:
             raise RuntimeError(
                 "The model calls itself inside its forward, and one recorded forward can't hold "
                 "another. Call a method or a submodule there."
+            )
+        if checkpoint_frame() is not None:
+            raise UnsupportedLayerError(
+                "The whole private model was called inside an activation checkpoint, so that its "
+                "forward would be recorded twice. Expected checkpoints inside of its forward, "
+                "around its parts: checkpoint(self.block, x, use_reentrant=False)."
             )
         if self._in_backward and not self.has_gradients:  # the backward failed
             if len(self.forwards) > 1:

@@ -553,8 +553,10 @@ class PrivacyEngine:
         if delta is None and not self.settings.has_target:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
-            self._own_loop.handed_out.require_recorded(ledger.position)
-            self._own_loop.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
+            handed_out = self._own_loop.handed_out
+            handed_out.require_recorded(ledger.position)
+            num_without_noise = len(ledger.waiting)
+            handed_out.warn_of_undrawn(ledger.plan, ledger.position, num_without_noise)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
 
     def stages(self) -> Stages:

@@ -218,7 +218,7 @@ class PrivateStep:
         self._pid = os.getpid()
         self._pass = number = self._pass + 1
         try:
-            for draw, batch in drawn:
+            for draw, batch in self.recorder.twins.each_unheard(drawn):
                 self._require_whole(number)
                 if self._draw is not None:
                     raise RuntimeError(
@@ -228,9 +228,10 @@ class PrivateStep:
                         "larger batch_size and max_physical_batch_size= in make_private, with a "
                         "step for each physical batch."
                     )
-                self._expect(draw)
-                self.stages = None  # frees the memory of two models
-                self._checks.begin(draw, batch)
+                with self.recorder.twins.unheard():
+                    self._expect(draw)
+                    self.stages = None  # frees the memory of two models
+                    self._checks.begin(draw, batch)
                 self._yielded = YieldedBatch(batch) if self.is_compiled else None
                 yield draw, batch
         finally:

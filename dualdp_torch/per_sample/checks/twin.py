@@ -17,12 +17,12 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -42,6 +42,7 @@ from dualdp_torch.per_sample.random_state import RECURRENT, RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
 
+Item = TypeVar("Item")
 REDUCTIONS = ("mean", "sum")
 _FLOOR = 1e-2  # gradients below this are compared with it: 1 - p of a sure prediction is rounding
 _MOST = 1 << 24  # numbers in the outputs of all twins of a whole batch together
@@ -404,12 +405,47 @@ class Twins(TorchFunctionMode):
         was_on = self.is_on and remove_mode(self)
         has_failed = True
         try:
-            yield
+            with self.unheard():
+                yield
             has_failed = False
         finally:
             is_heard = self._is_open or not self._is_inside
             if was_on and is_heard and not (has_failed and self._has_left):
                 self._listen()
+
+    def _others(self) -> list[Twins]:
+        """Twins of other private models that are led through the same loop."""
+        modes = _get_current_function_mode_stack()
+        return [mode for mode in modes if isinstance(mode, Twins) and mode is not self]
+
+    def _are_of_others(self, tensors: Sequence[Tensor]) -> bool:
+        """True if another private model's rows led to some of these tensors, and ours to none."""
+        others = self._others()
+        if not others or any(tensor in self._led for tensor in tensors):
+            return False
+        return any(tensor in other._led for other in others for tensor in tensors)
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Context whose functions are this model's, which twins of other models do not follow."""
+        others = [other for other in self._others() if not other._is_busy]
+        for other in others:
+            other._is_busy = True
+        try:
+            yield
+        finally:
+            for other in others:
+                other._is_busy = False
+
+    def each_unheard(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items that are made `unheard`, such as the batches of a loader."""
+        left = iter(items)
+        while True:
+            with self.unheard():
+                item = next(left, None)
+            if item is None:
+                return
+            yield item
 
     # ------------------------------------------------------------------ the model
 
@@ -559,6 +595,8 @@ class Twins(TorchFunctionMode):
                 self._compare_input(tensor)
             return func(*args, **kwargs)
         if self._is_busy or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            return func(*args, **kwargs)
+        if self._are_of_others(tensors):
             return func(*args, **kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs)

@@ -186,6 +186,7 @@ def test_updates_unlike_the_parameters_are_refused(name, tmp_path):
 
 FROZEN = {
     "partition": optax.partition({"t": SGD, "f": optax.set_to_zero()}, {"w": "f", "b": "t"}),
+    "rate 0": optax.partition({"t": SGD, "f": optax.adam(0.0)}, {"w": "f", "b": "t"}),
     "masked": optax.chain(
         optax.sgd(0.1, momentum=0.9), optax.masked(optax.set_to_zero(), {"w": True, "b": False})
     ),

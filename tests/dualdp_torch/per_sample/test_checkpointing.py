@@ -162,6 +162,15 @@ def test_reentrant_checkpoints_are_refused_with_their_mending(mode):
         assert torch.equal(value, before[name])
 
 
+def test_a_checkpoint_around_the_whole_model_is_refused():
+    model, x = nn.Linear(6, 3), data(4, 6)
+    with (
+        dpt.record_per_sample(model, loss_reduction="sum"),
+        pytest.raises(UnsupportedLayerError, match="inside of its forward, around its parts"),
+    ):
+        checkpoint(model, x, use_reentrant=False)
+
+
 def test_a_part_that_runs_otherwise_the_second_time_is_refused():
     class Changing(nn.Module):
         def __init__(self):

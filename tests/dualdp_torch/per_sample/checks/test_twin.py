@@ -621,3 +621,33 @@ def test_a_checkpointed_loss_that_mixes_is_refused():
 
     with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
         engine_loop(loop)
+
+
+# ---------------------------------------------------------------------- several private models
+
+
+def test_two_private_models_in_one_loop_have_no_notes():
+    """What one model's rows lead to is not followed by the twins of the other."""
+    runs = [start(build(), plan=plan(num_steps=4), checks=1.0) for _ in range(2)]
+    loaders = [loader for *_, loader in runs]
+    for batches in zip(*loaders, strict=True):
+        for (_, model, _, _), (x, y, _) in zip(runs, batches, strict=True):
+            F.cross_entropy(model(x), y).backward()
+        for _, _, optimizer, _ in runs:
+            optimizer.step()
+    for engine, *_ in runs:
+        assert len(engine.ledger) == 4
+        assert "check_impossible" not in engine.ledger.to_json()
+
+
+def test_a_mistake_beside_another_private_model_is_refused():
+    (_, good, _, first), (_, bad, optimizer, second) = (
+        start(build(), plan=plan(num_steps=4), checks=1.0) for _ in range(2)
+    )
+    for (x, y, _), (a, b, _) in zip(first, second, strict=True):
+        F.cross_entropy(good(x), y).backward()
+        out = bad(a)
+        F.cross_entropy(out - out.mean(0), b).backward()
+        with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
+            optimizer.step()
+        break
