@@ -5,82 +5,53 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from dualdp import _validate
 from dualdp.audit.canaries import Audit
 from dualdp.audit.canaries import audit as run_audit
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.testing import PrivateStep, Release, Report, check_private_step
+from dualdp.port import STACKS
+from dualdp.testing import PrivateStep, Report, check_private_step
 from dualdp_tools.cli.common import Json, NoiseMultiplier, made, working
 
-STACKS = ("torch", "jax")
+OwnStep = Annotated[str | None, Option(help="module:function that returns your PrivateStep.")]
 
 
 def audit(
-    stack: Annotated[
-        str, typer.Option(help="torch or jax: our engine, on a small classifier.")
-    ] = "torch",
-    step: Annotated[
-        str | None,
-        typer.Option(help="package.module:function that returns a PrivateStep of your own."),
-    ] = None,
+    stack: Annotated[str, Option(help="torch or jax: our engine, on a small model.")] = "torch",
+    step: OwnStep = None,
     noise_multiplier: NoiseMultiplier = 1.0,
-    sample_rate: Annotated[float, typer.Option(help="Of the run with canaries.")] = 0.1,
-    steps: Annotated[int, typer.Option(help="Noise releases of a run.")] = 100,
-    canaries: Annotated[int, typer.Option(help="Inserted, each by a fair coin.")] = 1000,
-    delta: Annotated[float, typer.Option(help="At which epsilon is claimed and bounded.")] = 1e-5,
-    confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
-    noise: Annotated[str, typer.Option(help="fast, portable or secure.")] = "fast",
-    seed: Annotated[int | None, typer.Option(help="Fixes coins and run.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Also run check_private_step.")] = False,
+    steps: Annotated[int, Option(help="Noise releases of a run.")] = 100,
+    canaries: Annotated[int, Option(help="Inserted, each by a fair coin.")] = 1000,
+    noise: Annotated[str, Option(help="fast, portable or secure.")] = "fast",
+    seed: Annotated[int | None, Option(help="Fixes coins and run.")] = None,
+    check: Annotated[bool, Option("--check", help="Also run check_private_step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
-    with working("Preparing"):
-        tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
-    with working("Training with canaries", steps) as advance:
-        watched: Any = _Watched(tested, advance)
-        found = run_audit(
-            watched,
-            num_steps=steps,
-            num_canaries=canaries,
-            sample_rate=sample_rate,
-            delta=delta,
-            confidence=confidence,
-            seed=seed,
-        )
+    with working("Training with canaries"):
+        tested = _ours(stack, noise_multiplier, noise) if step is None else _own(step)
+        found = run_audit(tested, num_steps=steps, num_canaries=canaries, seed=seed)
     report = None
     if check:
         with working("Checking the step"):
             report = check_private_step(tested, seed=seed)
-    typer.echo(_json(found, report) if as_json else _text(found, report))
+    if as_json:
+        checks = {} if report is None else {"checks": [asdict(it) for it in report.checks]}
+        typer.echo(json.dumps(asdict(found) | checks, indent=2))
+    else:
+        typer.echo(_text(found, report))
     if found.is_refuted or (report is not None and not report.passed):
         raise typer.Exit(1)
 
 
-class _Watched:
-    """`PrivateStep` that calls `advance` after each release."""
-
-    def __init__(self, step: PrivateStep, advance: Callable[[], None]) -> None:
-        self._step, self._advance = step, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-    def releases(self, *arguments: Any, **keywords: Any) -> Iterator[Release]:
-        for release in self._step.releases(*arguments, **keywords):
-            self._advance()
-            yield release
-
-
 def _ours(stack: str, noise_multiplier: float, noise: str) -> PrivateStep:
     """Engine of this package on a small classifier."""
-    _validate.choice("stack", stack, STACKS)
     plan = PrivacyPlan(
         num_examples=100,
         expected_batch_size=10,
@@ -90,10 +61,7 @@ def _ours(stack: str, noise_multiplier: float, noise: str) -> PrivateStep:
         delta=1e-5,
         noise=noise,
     )
-    try:
-        importlib.import_module(f"dualdp.{stack}")
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    importlib.import_module(f"dualdp.{_validate.choice('stack', stack, STACKS)}")
     step: PrivateStep = importlib.import_module(f"dualdp_{stack}.testing").small_step(plan)
     return step
 
@@ -124,11 +92,3 @@ def _text(found: Audit, report: Report | None) -> str:
     if not found.is_refuted:
         lines.append("That proves nothing: most faults do not show in canaries; see --check.")
     return "\n".join(lines if report is None else [*lines, "", str(report)])
-
-
-def _json(found: Audit, report: Report | None) -> str:
-    """Audit and checks as JSON."""
-    data = asdict(found)
-    if report is not None:
-        data["checks"] = [asdict(check) for check in report.checks]
-    return json.dumps(data, indent=2)

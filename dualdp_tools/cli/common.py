@@ -4,35 +4,27 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
-from rich import progress
 from rich.console import Console
-from rich.table import Table
+from rich.status import Status
+from rich.table import Column, Table
+from typer import Option
 
-from dualdp import _validate, accountants, mechanisms
+from dualdp import _validate, mechanisms
+from dualdp.accountants.solve import Setting, get_epsilon
 
-NoiseMultiplier = Annotated[float, typer.Option(help="Noise standard deviation / max_grad_norm.")]
-SampleRate = Annotated[float | None, typer.Option(help="Expected batch size / number of examples.")]
-Steps = Annotated[int | None, typer.Option(help="Number of noise releases.")]
-NumExamples = Annotated[int | None, typer.Option(help="Number of examples, instead of a rate.")]
-BatchSize = Annotated[int | None, typer.Option(help="Expected batch size, with --num-examples.")]
-Epochs = Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")]
-Delta = Annotated[float, typer.Option(help="The delta of (epsilon, delta).")]
-Name = Annotated[str, typer.Option(help="pld, or rdp.")]
-Sampler = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(mechanisms.SAMPLERS))}.")]
-Relation = Annotated[str, typer.Option(help=f"One of {', '.join(mechanisms.RELATIONS)}.")]
-MaxBatchSize = Annotated[int | None, typer.Option(help="For truncated_poisson: the cut.")]
-GroupSize = Annotated[int, typer.Option(help="Most examples of one user, where rows are drawn.")]
-Unit = Annotated[str, typer.Option(help="What is drawn: example, or user with all its rows.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+NoiseMultiplier = Annotated[float, Option(help="Noise standard deviation / max_grad_norm.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 #: Neighboring relation -> the two data sets that it compares, for a unit of privacy.
 RELATIONS = {
@@ -40,7 +32,7 @@ RELATIONS = {
     "replace": "the data with any one {} and with another in its place",
     "zero_out": "the data with any one {} and with an empty one in its place",
 }
-PROTECTED = {"example": "example", "user": "user with all rows"}
+SAMPLERS = f"One of {', '.join(sorted(mechanisms.SAMPLERS))}."
 #: Name of a number that `show` prints -> its meaning.
 MEANINGS = {
     "protects": "epsilon is that of any one of these",
@@ -52,28 +44,102 @@ MEANINGS = {
     "accountant": "pld and rdp give upper bounds, pld the smaller",
     "sampler": "the run must draw its batches in this way",
 }
+#: Number of a run -> what to do where no option tells it.
+MISSING = {
+    "sample_rate": "The sampling rate is missing. Give --sample-rate, or --num-examples and "
+    "--batch-size.",
+    "num_steps": "The length of the run is unclear. Give one of --steps and --epochs.",
+}
 
 
-@contextmanager
-def working(title: str, pieces: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show on a terminal that work goes on: the time so far, and the share of `pieces` done.
+@dataclass(frozen=True)
+class Run:
+    """Equal steps; the fields are the options that `epsilon` and `calibrate` share."""
 
-    Yields:
-        A function to call after each piece.
-    """
-    console = Console(stderr=True)
-    columns = [progress.TextColumn(title), progress.TimeElapsedColumn()]
-    if pieces:
-        columns += [progress.BarColumn(), progress.TimeRemainingColumn()]
-    with progress.Progress(
-        progress.SpinnerColumn(),
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=pieces)
-        yield lambda: bar.advance(task)
+    delta: Annotated[float, Option(help="The delta of (epsilon, delta).")]
+    sample_rate: Annotated[float | None, Option(help="Batch size / number of examples.")] = None
+    steps: Annotated[int | None, Option(help="Number of noise releases.")] = None
+    num_examples: Annotated[int | None, Option(help="Examples, instead of a rate.")] = None
+    batch_size: Annotated[int | None, Option(help="Expected, with --num-examples.")] = None
+    epochs: Annotated[float | None, Option(help="Passes over the data, not --steps.")] = None
+    accountant: Annotated[str, Option(help="pld, or rdp.")] = "pld"
+    sampler: Annotated[str, Option(help=SAMPLERS)] = "poisson"
+    relation: Annotated[str, Option(help=f"One of {', '.join(RELATIONS)}.")] = "add_or_remove"
+    group_size: Annotated[int, Option(help="Most examples of a user, where rows are drawn.")] = 1
+    max_batch_size: Annotated[int | None, Option(help="Cut of truncated_poisson.")] = None
+
+    @property
+    def setting(self) -> Setting:
+        """Arguments of `get_epsilon` and of its inverses."""
+        return Setting(
+            sampler=self.sampler,
+            accountant=self.accountant,
+            neighboring_relation=self.relation,
+            group_size=self.group_size,
+            num_examples=self.num_examples,
+            max_batch_size=self.max_batch_size,
+        )
+
+    def numbers(self, noise_multiplier: float | None, num_missing: int = 0) -> dict[str, Any]:
+        """Return noise multiplier, rate and steps, of which `num_missing` may be None."""
+        rate, steps, sizes = self.sample_rate, self.steps, (self.num_examples, self.batch_size)
+        if rate is not None and self.batch_size is not None:
+            raise ValueError("--sample-rate and --batch-size both say the rate. Give one of them.")
+        if None not in sizes:
+            examples = _validate.integer("num_examples", self.num_examples, minimum=1)
+            rate = _validate.integer("batch_size", self.batch_size, minimum=1) / examples
+        if self.epochs is not None:
+            if steps is not None:
+                raise ValueError(MISSING["num_steps"])
+            if self.num_examples is None or self.batch_size is None:
+                raise ValueError("--epochs needs --num-examples and --batch-size. Or give --steps.")
+            steps = mechanisms.num_steps_of(
+                epochs=self.epochs, num_examples=self.num_examples, batch_size=self.batch_size
+            )
+        found = {"noise_multiplier": noise_multiplier, "sample_rate": rate, "num_steps": steps}
+        missing = [name for name, value in found.items() if value is None]
+        if len(missing) > num_missing:
+            raise ValueError(MISSING[missing[-1]])
+        return found
+
+    def record(self, numbers: dict[str, Any], **asked: float) -> dict[str, Any]:
+        """Return what `show` prints of the run: its epsilon first, then its settings."""
+        several = f"user with at most {self.group_size} examples"
+        return {
+            "epsilon": get_epsilon(**numbers, delta=self.delta, **self.setting),
+            **asked,
+            "delta": self.delta,
+            **numbers,
+            "accountant": self.accountant,
+            "sampler": self.sampler,
+            "neighboring_relation": self.relation,
+            "protects": "example" if self.group_size == 1 else several,
+        }
+
+
+def with_run(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the fields of `Run` as options, in place of its argument."""
+    shared = inspect.signature(Run, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        command(Run(**{name: given.pop(name) for name in shared}), **given)
+
+    options = [it.replace(kind=it.KEYWORD_ONLY) for it in (*own, *shared.values())]
+    called.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return called
+
+
+def working(title: str) -> Status:
+    """Return a context that shows on a terminal that work goes on."""
+    return Console(stderr=True).status(f"{title} ...")
+
+
+def columns(*names: str, words: int = 0) -> list[Column]:
+    """Return the columns of a table, the first `words` for words and the others for numbers."""
+    left = [Column(name, no_wrap=True) for name in names[:words]]
+    return left + [Column(name, justify="right") for name in names[words:]]
 
 
 def made(option: str, name: str) -> Any:
@@ -93,86 +159,6 @@ def made(option: str, name: str) -> Any:
     return function()
 
 
-def record_of(
-    noise_multiplier: float,
-    sample_rate: float,
-    num_steps: int,
-    delta: float,
-    setting: Mapping[str, Any],
-    protects: str,
-    **asked: float,
-) -> dict[str, Any]:
-    """Return what `show` prints of a run of equal steps: its epsilon first, then its settings."""
-    account = accountants.create(
-        setting["accountant"],
-        neighboring_relation=setting["neighboring_relation"],
-        group_size=setting["group_size"],
-    )
-    account.step(
-        num_steps=num_steps,
-        noise_multiplier=noise_multiplier,
-        sample_rate=sample_rate,
-        sampler=setting["sampler"],
-        num_examples=setting["num_examples"],
-        max_batch_size=setting["max_batch_size"],
-    )
-    return {
-        "epsilon": float(account.get_epsilon(delta=delta)),
-        **asked,
-        "delta": delta,
-        "noise_multiplier": noise_multiplier,
-        "sample_rate": sample_rate,
-        "num_steps": num_steps,
-        "accountant": setting["accountant"],
-        "sampler": setting["sampler"],
-        "neighboring_relation": setting["neighboring_relation"],
-        "protects": protects,
-    }
-
-
-def run_length(
-    sample_rate: float | None,
-    steps: int | None,
-    num_examples: int | None,
-    batch_size: int | None,
-    epochs: float | None,
-) -> tuple[float, int]:
-    """Return (sample_rate, num_steps) from rates and steps, or from sizes and epochs."""
-    if sample_rate is None:
-        if num_examples is None or batch_size is None:
-            raise ValueError(
-                "The sampling rate is missing. Give --sample-rate, or --num-examples and "
-                "--batch-size."
-            )
-        examples = _validate.integer("num_examples", num_examples, minimum=1)
-        sample_rate = _validate.integer("batch_size", batch_size, minimum=1) / examples
-    elif batch_size is not None:
-        raise ValueError("--sample-rate and --batch-size both say the rate. Give one of them.")
-    if (steps is None) == (epochs is None):
-        raise ValueError("The length of the run is unclear. Give one of --steps and --epochs.")
-    if steps is not None:
-        return _validate.probability("sample_rate", sample_rate), _validate.integer("steps", steps)
-    if num_examples is None or batch_size is None:
-        raise ValueError("--epochs needs --num-examples and --batch-size. Or give --steps.")
-    number = mechanisms.num_steps_of(
-        epochs=float(epochs or 0.0), num_examples=num_examples, batch_size=batch_size
-    )
-    return _validate.probability("sample_rate", sample_rate), number
-
-
-def protected(unit: str, group_size: int) -> str:
-    """Return in words whom epsilon protects."""
-    _validate.choice("unit", unit, PROTECTED)
-    if group_size == 1:
-        return PROTECTED[unit]
-    if unit != "example":
-        raise ValueError(
-            f"group_size={group_size} came with unit={unit!r}. Expected one of the two: users are "
-            "drawn, or examples of which a user has a few."
-        )
-    return f"user with at most {group_size} examples"
-
-
 def factor(epsilon: float) -> str:
     """Return e^epsilon as text, rounded up to four digits.
 
@@ -186,21 +172,21 @@ def factor(epsilon: float) -> str:
     return f"{math.ceil(exact / unit) * unit:.4g}"
 
 
+def finite(value: float) -> float | None:
+    """Return the number, or None for one that JSON does not know."""
+    return value if math.isfinite(value) else None
+
+
 def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
     """Print a record as JSON, or as a table with the meaning of each number."""
     if as_json:
-        finite = {name: None if value == math.inf else value for name, value in record.items()}
-        typer.echo(json.dumps(finite, indent=2))
+        typer.echo(json.dumps(record | {"epsilon": finite(record["epsilon"])}, indent=2))
         return
-    meanings = MEANINGS | {
-        "epsilon": f"any outcome is at most {factor(record['epsilon'])} times as likely on "
-        "neighboring data",
-        "neighboring_relation": RELATIONS[record["neighboring_relation"]].format(
-            record["protects"]
-        ),
-    }
+    likely = f"any outcome is at most {factor(record['epsilon'])} times as likely on "
+    compared = RELATIONS[record["neighboring_relation"]].format(record["protects"])
+    words = {"epsilon": f"{likely}neighboring data", "neighboring_relation": compared}
     table = Table(title=title, show_header=False)
     for name, value in record.items():
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(name, text, meanings.get(name, ""))
+        table.add_row(name, text, (MEANINGS | words).get(name, ""))
     Console().print(table)

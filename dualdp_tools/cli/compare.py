@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from dualdp_tools.cli.common import columns
+
 if TYPE_CHECKING:
-    from dualdp_tools.compare.experiment import Experiment, GradientRow, Point, Timing
+    from dualdp_tools.compare.experiment import Experiment
+
+Model = StrEnum("Model", ["cnn", "mlp"])
+Dtype = StrEnum("Dtype", ["float32", "float64"])
 
 
 def compare(
@@ -22,8 +27,8 @@ def compare(
     steps: Annotated[int, typer.Option(help="Noise releases.")] = 400,
     batch_size: Annotated[int, typer.Option(help="Expected size of a logical batch.")] = 256,
     target_epsilon: Annotated[float, typer.Option(help="Epsilon at delta = 1e-4.")] = 8.0,
-    model: Annotated[str, typer.Option(help="cnn or mlp.")] = "cnn",
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    model: Annotated[Model, typer.Option(help="Network.")] = Model.cnn,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and data.")] = Dtype.float32,
     seed: Annotated[int, typer.Option(help="Of the plan and of the initial weights.")] = 0,
     switch_at: Annotated[
         int | None, typer.Option(help="A third run goes from PyTorch to JAX after so many steps.")
@@ -35,145 +40,83 @@ def compare(
     Exits with 1 if the stacks disagree beyond the stated tolerance.
     """
     console = Console()
-    from dualdp_tools.compare import report
-    from dualdp_tools.compare.experiment import Experiment, ExperimentOptions
-
-    settings = ExperimentOptions(
-        steps=steps,
-        batch_size=batch_size,
-        target_epsilon=target_epsilon,
-        model=model,
-        dtype=dtype,
-        seed=seed,
-        switch_at=switch_at,
-    )
-    folder = report.writable_folder(out)
     with console.status("Loading PyTorch, JAX and the digits ..."):
-        experiment = Experiment(settings)
+        from dualdp_tools.compare import report
+        from dualdp_tools.compare.experiment import Experiment, ExperimentOptions
+
+        experiment = Experiment(
+            ExperimentOptions(steps, batch_size, target_epsilon, model, dtype, seed, switch_at)
+        )
+        folder = report.writable_folder(out)
     with console.status("Comparing per-sample gradients ..."):
-        gradients = experiment.compare_gradients()
-    console.print(_gradient_table(gradients))
-    points = _train(console, experiment)
+        experiment.compare_gradients()
+    console.print(_gradient_table(experiment))
+    _train(console, experiment)
     with console.status("Timing private and plain steps in turn ..."):
-        timings = experiment.time_steps()
-    console.print(_timing_table(timings))
-    faults = _disagreements(experiment, gradients, points)
-    paths = report.write(folder, experiment, gradients, points, timings, agree=not faults)
-    for path in paths:
+        experiment.time_steps()
+    console.print(_timing_table(experiment))
+    faults = experiment.disagreements()
+    for path in report.write(folder, experiment, agree=not faults):
         console.print(f"wrote {path}")
+    for fault in faults:
+        console.print(f"[bold red]The stacks disagree:[/] {fault}")
     if faults:
-        for fault in faults:
-            console.print(f"[bold red]The stacks disagree:[/] {fault}")
         raise typer.Exit(1)
     console.print("[bold green]The stacks agree.[/]")
 
 
-def _gradient_table(rows: Sequence[GradientRow]) -> Table:
+def _gradient_table(experiment: Experiment) -> Table:
     """Table 1: per-sample gradients."""
     table = Table(
+        *columns("PyTorch", "JAX", "shape", "largest |difference|", "largest relative", words=3),
         title="1. Per-sample gradients, PyTorch vs JAX, on the same weights",
         caption="relative: norm of an example's difference / norm of its gradient",
     )
-    for name in ("PyTorch", "JAX", "shape"):
-        table.add_column(name, no_wrap=True)
-    for name in ("largest |difference|", "largest relative"):
-        table.add_column(name, justify="right")
-    for row in rows:
+    for row in experiment.gradients:
         names = row.torch_name, row.jax_path, "x".join(map(str, row.shape))
         table.add_row(*names, f"{row.largest:.1e}", f"{row.relative:.1e}")
     return table
 
 
-def _train(console: Console, experiment: Experiment) -> list[Point]:
+def _train(console: Console, experiment: Experiment) -> None:
     """Table 2, live, with a progress bar: the same plan on both stacks."""
-    plan = experiment.plan
+    plan, stacks = experiment.plan, ("torch", "jax")
+    switched = [] if experiment.settings.switch_at is None else ["switched"]
+    names = ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax")
     table = Table(
+        *columns(*names, "parameters differ by", *switched),
         title=f"2. One plan, two runs: noise multiplier {plan.noise_multiplier_at(0):.3f}, "
         f"sample rate {plan.sample_rate:.3f}, C {plan.max_grad_norm_at(0):g}",
         caption=f"epsilon: of one {plan.unit} at delta = {plan.delta:g}; loss, accuracy: on data "
         "held out; parameters differ by: norm of the difference / norm on JAX, of the parameter "
         "where it is largest",
     )
-    for name in ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax"):
-        table.add_column(name, justify="right")
-    table.add_column("parameters differ by", justify="right")
-    if experiment.settings.switch_at is not None:
-        table.add_column("switched", justify="right")
-    progress = Progress(
-        TextColumn("training on both stacks"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
+    shown = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    progress = Progress("training on both stacks", *shown, console=console)
     task = progress.add_task("", total=experiment.settings.steps)
-    points: list[Point] = []
-    stacks = ("torch", "jax")
     with Live(Group(table, progress), console=console, refresh_per_second=4):
         for step, point in experiment.train():
             progress.update(task, completed=step)
-            if point is None:
-                continue
-            points.append(point)
-            table.add_row(
-                str(point.step),
-                f"{point.epsilon['torch']:.3f}",
-                *(f"{point.loss[stack]:.4f}" for stack in stacks),
-                *(f"{point.accuracy[stack]:.1%}" for stack in stacks),
-                f"{point.difference:.1e}",
-                *([] if point.switched is None else [f"{point.switched:.1e}"]),
-            )
-    return points
+            if point is not None:
+                table.add_row(
+                    str(point.step),
+                    f"{point.epsilon['torch']:.3f}",
+                    *(f"{point.loss[stack]:.4f}" for stack in stacks),
+                    *(f"{point.accuracy[stack]:.1%}" for stack in stacks),
+                    f"{point.difference:.1e}",
+                    *([] if point.switched is None else [f"{point.switched:.1e}"]),
+                )
 
 
-def _timing_table(timings: Sequence[Timing]) -> Table:
+def _timing_table(experiment: Experiment) -> Table:
     """Table 3: time of a private and a non-private step."""
     table = Table(
+        *columns("stack", "non-private", "private", "ratio", words=1),
         title="3. Time per step, interleaved rounds (median)",
         caption="ratio: private / non-private; in brackets, half of the rounds lie between",
     )
-    table.add_column("stack")
-    for name in ("non-private", "private", "ratio"):
-        table.add_column(name, justify="right")
-    for timing in timings:
+    for timing in experiment.timings:
+        times = (f"{seconds * 1e3:.1f} ms" for seconds in (timing.plain, timing.private))
         low, high = timing.spread
-        table.add_row(
-            timing.stack,
-            f"{timing.plain * 1e3:.1f} ms",
-            f"{timing.private * 1e3:.1f} ms",
-            f"{timing.ratio:.2f} ({low:.2f} - {high:.2f})",
-        )
+        table.add_row(timing.stack, *times, f"{timing.ratio:.2f} ({low:.2f} - {high:.2f})")
     return table
-
-
-def _disagreements(
-    experiment: Experiment, gradients: Sequence[GradientRow], points: Sequence[Point]
-) -> list[str]:
-    """One sentence for each difference beyond the tolerance."""
-    from dualdp_tools.compare.experiment import TRAINING_TOLERANCE
-
-    tolerance = TRAINING_TOLERANCE[experiment.settings.dtype]
-    faults = [
-        f"the per-sample gradients of {row.torch_name} (JAX: {row.jax_path}) differ by "
-        f"{row.relative:.1e} of their norm, {row.excess:.1f} times what is tolerated."
-        for row in gradients
-        if not row.excess <= 1
-    ]
-    faults += [
-        f"after step {point.step} the parameters differ by {point.difference:.1e}, most at "
-        f"{point.parameter}; tolerated is {tolerance:.0e}."
-        for point in points
-        if not point.difference <= tolerance
-    ][:1]
-    faults += [
-        f"after step {point.step} the run that changed stacks differs by {point.switched:.1e} from "
-        f"the one on JAX; tolerated is {tolerance:.0e}."
-        for point in points
-        if point.switched is not None and not point.switched <= tolerance
-    ][:1]
-    faults += [
-        f"after step {point.step} epsilon is {point.epsilon}."
-        for point in points
-        if len(set(point.epsilon.values())) > 1
-    ][:1]
-    return faults

@@ -32,12 +32,8 @@ def plot(
 
 def picture(columns: Mapping[str, Sequence[float]]) -> Any:
     """Return a figure with a panel for each column, dashed where epsilon does not cover it."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "dualdp plot needs matplotlib. Run: pip install 'dualdp[demo]'"
-        ) from error
+    from matplotlib.figure import Figure
+
     shown = [name for name in columns if name != "step"]
     figure = Figure(figsize=(7, 1.5 * len(shown) + 0.5), dpi=150, layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dualdp import _validate
 from dualdp.port import STACKS
+from dualdp.port import checkpoint as write
 from dualdp_tools.cli.common import made, working
 
 
@@ -28,31 +27,11 @@ def port(
     out: Annotated[
         Path | None, typer.Option(help="The new file; CHECKPOINT.torch or .jax by default.")
     ] = None,
-    mapping: Annotated[
-        Path | None, typer.Option(help="JSON table for names that differ: torch name -> jax path.")
-    ] = None,
 ) -> None:
     """Write the other stack's checkpoint of a run, with its plan, its step and its ledger."""
-    from dualdp.port import checkpoint as write
-
-    target = out or Path(f"{os.fspath(checkpoint)}.{to}")
+    target = out or Path(f"{checkpoint}.{to}")
     with working("Converting"):
         _validate.choice("to", to, STACKS)
         _validate.new_file("out", target)
-        write(checkpoint, target, to=to, like=made("like", like), mapping=_table(mapping))
+        write(checkpoint, target, to=to, like=made("like", like))
     typer.echo(f"wrote {target}")
-
-
-def _table(path: Path | None) -> dict[str, Any] | None:
-    """Mapping from the user's JSON file; a pair [path, layout] becomes a tuple."""
-    if path is None:
-        return None
-    expected = 'a JSON table of names, {"torch name": "jax path"}'
-    try:
-        with _validate.file_errors("read", path, expected):
-            table = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). Expected {expected}.") from error
-    if not isinstance(table, dict):
-        raise ValueError(f"{path} holds {_validate.kind(table)}. Expected {expected}.")
-    return {name: tuple(to) if isinstance(to, list) else to for name, to in table.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,57 +13,36 @@ from typing import Annotated, Any
 import typer
 
 from dualdp import PrivacyPlan, _validate
-from dualdp.ledger.verify import Finding, Verification
+from dualdp.ledger.verify import Verification
 from dualdp.ledger.verify import verify as run_verify
-from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, working
+from dualdp_tools.cli.common import RELATIONS, Json, factor, finite, working
 
-LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
-Page = Annotated[Path | None, typer.Option("--report", help="Write one page, FILE.md.")]
+LedgerFile = Annotated[Path, typer.Argument(help="Ledger that a run wrote.")]
+Page = Annotated[Path | None, typer.Option("--report", help="Write one page of Markdown.")]
 AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose noise came from a seed.")]
-
+PROTECTED = {"example": "example", "user": "user with all rows"}  # by the unit of a plan
 _WORDS = {True: "ok", False: "FAILED", None: "note"}
 
 
 def verify(
-    ledger: LedgerFiles, report: Page = None, allow_seed: AllowSeed = False, as_json: Json = False
+    ledger: LedgerFile, report: Page = None, allow_seed: AllowSeed = False, as_json: Json = False
 ) -> None:
-    """Check ledgers' chains, recompute their epsilon, and report; exit code 1 on any failure.
-
-    Ledgers of several runs on the same data add up: each epsilon is that of its run alone.
-    """
-    if report is not None and report.suffix != ".md":
-        raise ValueError(f"report={str(report)!r} has no known form. Expected a file .md.")
-    if report is not None and len(ledger) > 1:
-        raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
+    """Check a ledger's chain, recompute its epsilon, and report; exit code 1 on any failure."""
     if report is not None:
         _validate.new_file("report", report)
-    several = []
-    with working("Checking", len(ledger)) as advance:
-        for path in ledger:
-            several.append(run_verify(path, allow_seed=allow_seed))
-            advance()
+    with working("Checking"):
+        found = run_verify(ledger, allow_seed=allow_seed)
     if report is not None:
-        report.write_text(to_markdown(several[0]), encoding="utf-8")
-    if as_json:
-        data = {found.source: _data(found) for found in several}
-        shown = {"ledgers": data} if len(several) > 1 else _data(several[0])
-        typer.echo(json.dumps(shown, indent=2))
-    elif len(several) == 1:
-        typer.echo(_text(several[0]))
-    else:
-        typer.echo("\n".join(f"{found.source}\n{_text(found)}\n" for found in several))
-    if not all(found.passed for found in several):
+        report.write_text(to_markdown(found), encoding="utf-8")
+    typer.echo(json.dumps(_data(found), indent=2) if as_json else _text(found))
+    if not found.passed:
         raise typer.Exit(1)
-
-
-def _line(finding: Finding) -> str:
-    """Text of one finding."""
-    return f"{_WORDS[finding.passed]:8s}{finding.name:30s}{finding.detail}"
 
 
 def _text(found: Verification) -> str:
     """Text of all findings, one line each, the verdict, and what its epsilon means."""
-    return "\n".join([*map(_line, found.findings), "", verdict(found), *meaning(found)[:2]])
+    lines = [f"{_WORDS[it.passed]:8s}{it.name:30s}{it.detail}" for it in found.findings]
+    return "\n".join([*lines, "", verdict(found), *meaning(found)[:2]])
 
 
 def _data(found: Verification) -> dict[str, Any]:
@@ -73,74 +53,49 @@ def _data(found: Verification) -> dict[str, Any]:
         "covers_the_plan": found.covers_the_plan,
         "is_whole": found.is_whole,
         "segments": [[s.start, s.stop, s.noise_scale] for s in found.segments],
-        "epsilon_of_the_plan": _finite(found.epsilon_of_the_plan),
+        "epsilon_of_the_plan": finite(found.epsilon_of_the_plan),
         "failures": found.failures,
-        "epsilons": {name: _finite(value) for name, value in found.epsilons.items()},
+        "epsilons": {name: finite(value) for name, value in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def verdict(found: Verification) -> str:
     """Return the verdict: what holds, and what the ledger does not show."""
     plan = found.plan
+    failed = f"NOT verified: {', '.join(found.failures)}."
     if plan is None:
-        return f"NOT verified: {', '.join(found.failures)}."
-    epsilon = (
-        f"epsilon = {found.epsilon:.4f}{found.secrecy}. It protects any one {PROTECTED[plan.unit]}."
-    )
+        return failed
+    whom = f"It protects any one {PROTECTED[plan.unit]}."
+    epsilon = f"epsilon = {found.epsilon:.4f}{found.secrecy}. {whom}"
     if found.passed and found.is_whole:
         return f"The ledger is whole and true: {epsilon}"
     planned = "" if plan.num_steps is None else f" of {plan.num_steps} planned"
     covered = f"the {found.num_steps}{planned} steps that it covers"
-    if not found.passed:
-        said = [f"NOT verified: {', '.join(found.failures)}."]
-    else:
-        said = [f"What the ledger says is true, for {covered}: {epsilon}"]
-    if found.covers_the_plan is False:
-        said.insert(0, "The ledger is CUT SHORT of its plan.")
+    said = ["The ledger is CUT SHORT of its plan."] if found.covers_the_plan is False else []
+    said += [f"What the ledger says is true, for {covered}: {epsilon}" if found.passed else failed]
+    if not found.covers_the_plan:
         said.append("It does not show whether the run stopped there or went on.")
         if math.isfinite(found.epsilon_of_the_plan):
             said.append(f"All planned steps, run once, cost {found.epsilon_of_the_plan:.4f}.")
-    elif found.covers_the_plan is None:
-        said.append("It does not show whether there were more: its plan has no end.")
-    if found.torn:
-        said.append("Its last line is cut off.")
-    return " ".join(said)
+    return " ".join([*said, *(["Its last line is cut off."] if found.torn else [])])
 
 
-def facts(found: Verification) -> list[tuple[str, str]]:
-    """Return (name, value) of the released quantities and settings, from the ledger alone."""
-    plan, releases = found.plan, found.releases
-    if plan is None:
-        return []
-    header = found.records[0]
-    steps = [step for segment in found.segments for step in range(segment.start, segment.stop)]
-    bounds = [[plan.max_grad_norm_at(step)] for step in steps] if not plan.is_adaptive else []
-    norm = _range(releases, 3) if plan.is_adaptive else _range(bounds, 0)
-    unprotected = ", ".join(found.unprotected) or "none"
-    planned = "an open-ended plan" if plan.num_steps is None else f"{plan.num_steps} planned steps"
-    return [
-        ("Released", f"{len(releases)} noisy sums of clipped gradients, and all made of them"),
-        ("Covered", f"{found.num_steps} steps of {planned}"),
-        (
-            f"{plan.unit.capitalize()}s",
-            f"{plan.num_examples}; one {PROTECTED[plan.unit]} is what is protected",
-        ),
-        ("Relation", f"{plan.neighboring_relation}: {_neighbors(plan)}"),
-        ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 2)}"),
-        ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
-        ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 1)}"),
-        (
-            "Secrecy",
-            f"seed={plan.seed}: none" if plan.seed is not None else "fresh bits, not stored",
-        ),
-        ("Code", f"dualdp {header.get('version')}, accountant {plan.accountant}"),
-        ("Logged without protection", unprotected),
-    ]
+def facts(found: Verification, plan: PrivacyPlan) -> dict[str, str]:
+    """Return name -> value of the released quantities and settings, from the ledger alone."""
+    releases, unit = found.releases, PROTECTED[plan.unit]
+    bounds = [release[3:4] for release in releases]
+    if not plan.is_adaptive:
+        bounds = [[plan.max_grad_norm_at(step)] for step in range(found.num_steps)]
+    return {
+        "Released": f"{len(releases)} noisy sums of clipped gradients, and all made of them",
+        f"{plan.unit.capitalize()}s": f"{plan.num_examples}; one {unit} is what is protected",
+        "Relation": f"{plan.neighboring_relation}: {_neighbors(plan)}",
+        "Sampler": f"{plan.sampler}, sample rate {_range(r[2] for r in releases)}",
+        "Clipping": f"{plan.clipping}, max_grad_norm {_range(c for (c,) in bounds)}",
+        "Noise": f"{plan.noise}, accounted multiplier {_range(r[1] for r in releases)}",
+        "Code": f"dualdp {found.records[0].get('version')}, accountant {plan.accountant}",
+    }
 
 
 def _neighbors(plan: PrivacyPlan) -> str:
@@ -148,13 +103,10 @@ def _neighbors(plan: PrivacyPlan) -> str:
     return RELATIONS[plan.neighboring_relation].format(PROTECTED[plan.unit])
 
 
-def _range(releases: list[list[Any]], column: int) -> str:
-    """A constant value of a column, or the range of a schedule."""
-    values = [float(release[column]) for release in releases]
-    if not values:
-        return "none"
-    low, high = min(values), max(values)
-    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+def _range(values: Iterable[float]) -> str:
+    """A constant value, or the range of a schedule."""
+    ends = sorted(map(float, values))
+    return " to ".join(dict.fromkeys(f"{value:.6g}" for value in ends[:1] + ends[-1:])) or "none"
 
 
 def meaning(found: Verification) -> list[str]:
@@ -182,10 +134,10 @@ def meaning(found: Verification) -> list[str]:
 
 def to_markdown(found: Verification) -> str:
     """Return the report as Markdown."""
+    known = {} if found.plan is None else facts(found, found.plan)
     lines = ["# Privacy record", "", f"**{verdict(found)}**", "", "## What was released", ""]
-    lines += [f"- {name}: {value}" for name, value in facts(found)]
-    lines += ["", "## What the number means", ""]
-    lines += [text for paragraph in meaning(found) for text in (paragraph, "")]
+    lines += [f"- {name}: {value}" for name, value in known.items()]
+    lines += ["", "## What the number means", "", "\n\n".join(meaning(found)), ""]
     lines += ["## What was checked", "", "| | check | finding |", "|---|---|---|"]
     for finding in found.findings:
         detail = finding.detail.replace("|", "\\|").replace("\n", " ")

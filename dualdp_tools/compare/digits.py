@@ -7,26 +7,20 @@ Source: Alpaydin & Kaynak 1998, "Optical recognition of handwritten digits" (UCI
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 NUM_HELD_OUT = 360
 NUM_CLASSES = 10
-SIDE = 8
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Images (n, 8, 8) in [-0.5, 1.5] and labels (n,) int64."""
 
     x: NDArray[np.float64]
     y: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.y)
 
 
 def load() -> tuple[Split, Split]:
@@ -38,5 +32,4 @@ def load() -> tuple[Split, Split]:
     # The scaling is a public constant: statistics of the training data would cost epsilon.
     x = data.images[order] / 8.0 - 0.5
     y = data.target[order].astype(np.int64)
-    cut = len(y) - NUM_HELD_OUT
-    return Split(x[:cut], y[:cut]), Split(x[cut:], y[cut:])
+    return Split(x[:-NUM_HELD_OUT], y[:-NUM_HELD_OUT]), Split(x[-NUM_HELD_OUT:], y[-NUM_HELD_OUT:])

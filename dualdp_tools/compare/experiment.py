@@ -4,25 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from scipy.special import logsumexp
 
-from dualdp import _validate, port
+from dualdp import port
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting import parameter_map
 from dualdp_tools.compare import digits
+from dualdp_tools.compare.jax_side import JaxRun
+from dualdp_tools.compare.torch_side import TorchRun
 
-if TYPE_CHECKING:
-    from dualdp_tools.compare.jax_side import JaxRun
-    from dualdp_tools.compare.torch_side import TorchRun
-
-MODELS = ("cnn", "mlp")
-DTYPES = ("float32", "float64")
 DELTA = 1e-4
 NUM_COMPARED_EXAMPLES = 32
 # XLA's float64 convolution on a CPU costs more than linearly in the batch.
@@ -34,27 +31,20 @@ TRAINING_TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    """Options of `dualdp compare`, validated before any work."""
+    """Options of `dualdp compare`, and what they leave as it is."""
 
-    steps: int = 400  # noise releases
-    batch_size: int = 256  # expected size of a logical batch
-    target_epsilon: float = 8.0  # of the whole run, at DELTA
-    model: str = "cnn"
-    dtype: str = "float32"
-    seed: int = 0  # of the plan and of the initial weights
+    steps: int  # noise releases
+    batch_size: int  # expected size of a logical batch
+    target_epsilon: float  # of the whole run, at DELTA
+    model: str
+    dtype: str
+    seed: int  # of the plan and of the initial weights
+    switch_at: int | None  # steps after which a third run moves from PyTorch to JAX
     max_grad_norm: float = 0.25  # C, gradient units
     learning_rate: float = 1.0
     momentum: float = 0.9
-    switch_at: int | None = None  # steps after which a third run moves from PyTorch to JAX
 
     def __post_init__(self) -> None:
-        _validate.integer("steps", self.steps, minimum=1)
-        _validate.integer("batch_size", self.batch_size, minimum=1)
-        _validate.integer("seed", self.seed)
-        for name in ("target_epsilon", "max_grad_norm", "learning_rate"):
-            _validate.positive(name, getattr(self, name))
-        _validate.choice("model", self.model, MODELS)
-        _validate.choice("dtype", self.dtype, DTYPES)
         if self.switch_at is not None and not 1 <= self.switch_at < self.steps:
             raise ValueError(
                 f"switch_at={self.switch_at} is not within the run. Expected 1 to {self.steps - 1}."
@@ -75,7 +65,7 @@ class GradientRow:
 
 @dataclass(frozen=True)
 class Point:
-    """State of both runs after a number of steps; the dicts are by stack, or "switched"."""
+    """State of the runs after a number of steps; the dicts are by stack, or "switched"."""
 
     step: int
     epsilon: dict[str, float]
@@ -83,7 +73,7 @@ class Point:
     accuracy: dict[str, float]  # held-out
     difference: float  # largest over the parameters of |torch - jax| / |jax|, L2 norms
     parameter: str  # the one with that difference
-    switched: float | None = None  # difference of the run that changed stacks to the one on JAX
+    switched: float | None  # difference of the run that changed stacks to the one on JAX
 
 
 @dataclass(frozen=True)
@@ -98,20 +88,13 @@ class Timing:
 
 
 class Experiment:
-    """One network with the same weights on both stacks."""
+    """One network with the same weights on both stacks, and what was measured so far."""
 
     def __init__(self, settings: ExperimentOptions) -> None:
-        from dualdp_tools.compare.jax_side import JaxRun
-        from dualdp_tools.compare.torch_side import TorchRun
-
-        self.settings, self.digits = settings, digits.load()
-        self.torch = TorchRun(settings, *self.digits)
-        self.jax = JaxRun(settings, *self.digits)
-        self.jax.start(port.to_jax(self.torch.model, like=self.jax.params))
-        self.layout = port.match(self.torch.model, self.jax.params)
-        self.switched: JaxRun | None = None
+        self.settings = settings
+        train, self.held_out = self.digits = digits.load()
         self.plan = PrivacyPlan.calibrate(
-            num_examples=len(self.digits[0]),
+            num_examples=len(train.y),
             expected_batch_size=settings.batch_size,
             num_steps=settings.steps,
             target_epsilon=settings.target_epsilon,
@@ -121,52 +104,47 @@ class Experiment:
             noise="portable",
             seed=settings.seed,
         )
+        self.torch, self.jax = TorchRun(settings, *self.digits), JaxRun(settings, *self.digits)
+        self.jax.start(port.to_jax(self.torch.model, like=self.jax.params))
+        self.layout = self.torch.layout = port.match(self.torch.model, self.jax.params)
+        self.runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
+        self.gradients: list[GradientRow] = []
+        self.points: list[Point] = []
+        self.timings: list[Timing] = []
 
-    def compare_gradients(self) -> list[GradientRow]:
-        """Return the differences of per-sample gradients on the initial weights."""
-        rows = slice(0, NUM_COMPARED_EXAMPLES)
-        ours, theirs = self.torch.per_sample_grads(rows), self.jax.per_sample_grads(rows)
-        pairs = {
-            leaf: (ours[leaf.torch_name], leaf.to_torch(theirs, batch_axes=1))
-            for leaf in self.layout
-        }
-        whole = np.sqrt(sum(_norms(b) ** 2 for _, b in pairs.values()))
-        table = []
-        for leaf, (a, b) in pairs.items():
-            difference, size = _norms(a - b), _norms(b)
-            dtype = self.settings.dtype
-            tolerated = GRADIENT_TOLERANCE[dtype] * size + WHOLE_NORM_TOLERANCE[dtype] * whole
-            table.append(
-                GradientRow(
-                    leaf.torch_name,
-                    leaf.jax_path,
-                    leaf.torch_shape,
-                    float(np.abs(a - b).max()),
-                    float((difference / size).max()),
-                    float((difference / tolerated).max()),
-                )
-            )
-        return table
+    def compare_gradients(self) -> None:
+        """Measure the differences of per-sample gradients on the initial weights."""
+        rows, dtype = slice(0, NUM_COMPARED_EXAMPLES), self.settings.dtype
+        theirs, ours = self.jax.per_sample_grads(rows), self.torch.per_sample_grads(rows)
+        there = {leaf: leaf.to_torch(theirs, batch_axes=1) for leaf in self.layout}
+        whole = np.sqrt(sum(_norms(grads) ** 2 for grads in there.values()))
+        for leaf, grads in there.items():
+            apart = ours[leaf.torch_name] - grads
+            norms = _norms(apart)
+            tolerated = GRADIENT_TOLERANCE[dtype] * _norms(grads)
+            tolerated = tolerated + WHOLE_NORM_TOLERANCE[dtype] * whole
+            largest = [np.abs(apart), norms / _norms(grads), norms / tolerated]
+            names = leaf.torch_name, leaf.jax_path, leaf.torch_shape
+            self.gradients.append(GradientRow(*names, *(float(array.max()) for array in largest)))
 
     def train(self) -> Iterator[tuple[int, Point | None]]:
         """Run the plan on both stacks; yield each step, with a `Point` at about 20 of them."""
-        self.torch.follow(self.plan, self.layout)
-        self.jax.follow(self.plan)
         switch, steps = self.settings.switch_at, self.settings.steps
-        shown = {*np.linspace(1, steps, min(21, steps), dtype=int), *([switch] if switch else ())}
-        for step in range(steps):
-            self.torch.private_step(step)
-            self.jax.private_step(step)
-            if self.switched is not None:
-                self.switched.private_step(step)
-            done = step + 1
-            if done == switch:
-                self.switched = self._continued_on_jax(done)
-            yield done, self._point(done) if done in shown else None
+        shown = {*np.linspace(1, steps, min(21, steps), dtype=int), switch}
+        self.torch.follow(self.plan)
+        self.jax.follow(self.plan)
+        for step in range(1, steps + 1):
+            for run in self.runs:
+                run.private_step(step - 1)
+            if step == switch:
+                self.runs.append(self._continued_on_jax(step))
+            if step in shown:
+                self.points.append(self._point(step))
+            yield step, self.points[-1] if step in shown else None
 
     def _continued_on_jax(self, steps: int) -> JaxRun:
         """JAX run that continues the PyTorch run."""
-        run = type(self.jax)(self.settings, *self.digits)
+        run = JaxRun(self.settings, *self.digits)
         run.name = "switched"
         params = port.to_jax(self.torch.model, like=run.params)
         momentum = parameter_map.to_jax(self.layout, self.torch.momentum())
@@ -176,71 +154,84 @@ class Experiment:
     def _point(self, step: int) -> Point:
         """State of all runs after `step` steps."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
-        there = {leaf.torch_name: leaf.to_torch(theirs) for leaf in self.layout}
-        differences = {name: _relative(ours[name], array) for name, array in there.items()}
-        worst = max(differences, key=lambda name: _nan_is_worst(differences[name]))
-        runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
+        names = [leaf.torch_name for leaf in self.layout]
+        apart = [_relative(ours[leaf.torch_name], leaf.to_torch(theirs)) for leaf in self.layout]
+        worst = int(np.argmax(apart))  # nan, if there is one
         switched = None
-        if self.switched is not None:
-            runs.append(self.switched)
-            moved = self.switched.parameters().values()
-            switched = max(map(_relative, moved, theirs.values()), key=_nan_is_worst)
-        scores = {run.name: run.evaluate() for run in runs}
+        for run in self.runs[2:]:
+            moved = run.parameters()
+            switched = float(np.max([_relative(moved[path], theirs[path]) for path in theirs]))
+        y, logits = self.held_out.y, {run.name: run.logits() for run in self.runs}
         return Point(
             step,
-            {run.name: run.ledger.get_epsilon() for run in runs},
-            {name: loss for name, (loss, _) in scores.items()},
-            {name: accuracy for name, (_, accuracy) in scores.items()},
-            differences[worst],
-            worst,
+            {run.name: run.ledger.get_epsilon() for run in self.runs},
+            {n: float(np.mean(logsumexp(z, 1) - z[range(len(y)), y])) for n, z in logits.items()},
+            {n: float(np.mean(z.argmax(1) == y)) for n, z in logits.items()},
+            apart[worst],
+            names[worst],
             switched,
         )
 
-    def time_steps(self, rounds: int = 11, steps: int = 4) -> list[Timing]:
+    def time_steps(self, rounds: int = 11, steps: int = 4) -> None:
         """Time private and plain steps in interleaved rounds, all four in each round.
 
         The noise is that of each framework ("fast"), the default of a user's run.
         """
         changes: Any = {"num_steps": (rounds + 1) * steps, "target_epsilon": None}
         plan = dataclasses.replace(self.plan, noise="fast", **changes)
-        self.torch.follow(plan, self.layout)
+        self.torch.follow(plan)
         self.jax.follow(plan)
-        seconds: dict[tuple[str, str], list[float]] = {}
-        for number in range(rounds + 1):  # the first round warms up
-            window = range(number * steps, (number + 1) * steps)
+        seconds = defaultdict[tuple[str, str], list[float]](list)
+        for number in range(rounds + 1):
             for run in (self.torch, self.jax):
                 for kind, work in (("plain", run.plain_step), ("private", run.private_step)):
-                    run.synchronize()
+                    self.jax.synchronize()
                     start = time.perf_counter()
-                    for step in window:
+                    for step in range(number * steps, (number + 1) * steps):
                         work(step)
-                    run.synchronize()
-                    if number:
-                        taken = (time.perf_counter() - start) / steps
-                        seconds.setdefault((run.name, kind), []).append(taken)
-        timings = []
-        for stack in (self.torch.name, self.jax.name):
-            private, plain = seconds[stack, "private"], seconds[stack, "plain"]
-            ratios = [a / b for a, b in zip(private, plain, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            medians = statistics.median(private), statistics.median(plain)
-            timings.append(Timing(stack, *medians, middle, (low, high)))
-        return timings
+                    self.jax.synchronize()
+                    seconds[run.name, kind].append((time.perf_counter() - start) / steps)
+        for stack in ("torch", "jax"):
+            private = np.array(seconds[stack, "private"][1:])  # the first round warms up
+            plain = np.array(seconds[stack, "plain"][1:])
+            low, middle, high = map(float, np.quantile(private / plain, (0.25, 0.5, 0.75)))
+            medians = float(np.median(private)), float(np.median(plain))
+            self.timings.append(Timing(stack, *medians, middle, (low, high)))
+
+    def disagreements(self) -> list[str]:
+        """Return one sentence for each difference beyond the tolerance, of the first such step."""
+        tolerance = TRAINING_TOLERANCE[self.settings.dtype]
+        faults = [
+            f"the per-sample gradients of {row.torch_name} (JAX: {row.jax_path}) differ by "
+            f"{row.relative:.1e} of their norm, {row.excess:.1f} times what is tolerated."
+            for row in self.gradients
+            if not row.excess <= 1
+        ]
+        for point in self.points:
+            differ = []
+            if not point.difference <= tolerance:
+                differ.append(
+                    f"the parameters differ by {point.difference:.1e}, most at {point.parameter}; "
+                    f"tolerated is {tolerance:.0e}."
+                )
+            if point.switched is not None and not point.switched <= tolerance:
+                differ.append(
+                    f"the run that changed stacks differs by {point.switched:.1e} from the one on "
+                    f"JAX; tolerated is {tolerance:.0e}."
+                )
+            if len(set(point.epsilon.values())) > 1:
+                differ.append(f"epsilon is {point.epsilon}.")
+            if differ:
+                return faults + [f"after step {point.step} {fault}" for fault in differ]
+        return faults
 
 
 def _norms(grads: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """(n, *shape) -> (n,) L2 norms in float64."""
-    norms: np.ndarray[Any, Any] = np.linalg.norm(
-        grads.reshape(len(grads), -1).astype(float), axis=1
-    )
-    return norms
+    rows = grads.reshape(len(grads), -1).astype(float)
+    return np.asarray(np.linalg.norm(rows, axis=1))
 
 
 def _relative(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     """|a - b| / |b|, L2 norms."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-def _nan_is_worst(value: float) -> float:
-    """Sort key with nan last."""
-    return np.inf if np.isnan(value) else value

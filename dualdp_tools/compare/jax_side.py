@@ -64,18 +64,13 @@ class JaxRun:
             logits = model.apply(params, x)
             return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
-        self.loss_fn, self.apply = loss_fn, jax.vmap(model.apply, (None, 0))
-        self.train, self.held_out = self._put(train), self._put(held_out)
+        self.loss_fn, self._apply = loss_fn, jax.jit(jax.vmap(model.apply, (None, 0)))
+        self.train = jnp.asarray(train.x, self.dtype), jnp.asarray(train.y, jnp.int32)
+        self.held_out = jnp.asarray(held_out.x, self.dtype)
         self.params = model.init(jax.random.key(settings.seed), self.train[0][0])
         self.optimizer = optax.sgd(settings.learning_rate, momentum=settings.momentum)
         self.start(self.params)
         self._plain = jax.jit(self._plain_update)
-        self._evaluate = jax.jit(self._mean_loss_and_accuracy)
-
-    def _put(self, split: digits.Split) -> tuple[jax.Array, jax.Array]:
-        """Images and labels as JAX arrays."""
-        arrays = split.x.astype(self.dtype), split.y.astype(np.int32)
-        return jnp.asarray(arrays[0]), jnp.asarray(arrays[1])
 
     def start(self, params: Any) -> None:
         """Set the parameters, in the run's dtype, and reset the optimizer."""
@@ -132,18 +127,9 @@ class JaxRun:
         """Return path -> array."""
         return dpj.weights.to_numpy(self.params)
 
-    def evaluate(self) -> tuple[float, float]:
-        """Return (mean loss, accuracy) on the held-out digits."""
-        loss, accuracy = self._evaluate(self.params, *self.held_out)
-        return float(loss), float(accuracy)
-
-    def _mean_loss_and_accuracy(
-        self, params: Any, x: jax.Array, y: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Mean loss and accuracy on a set."""
-        logits = self.apply(params, x)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-        return loss, (logits.argmax(1) == y).mean()
+    def logits(self) -> np.ndarray[Any, Any]:
+        """Return (n, classes) of the held-out digits."""
+        return np.asarray(self._apply(self.params, self.held_out))
 
     def synchronize(self) -> None:
         """Wait for the device."""

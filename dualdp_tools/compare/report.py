@@ -4,105 +4,79 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dualdp_tools.compare.experiment import (
-    TRAINING_TOLERANCE,
-    Experiment,
-    GradientRow,
-    Point,
-    Timing,
-)
+import numpy as np
+
+from dualdp_tools.compare.experiment import TRAINING_TOLERANCE, Experiment
 
 #: Stack -> its line; colour-blind safe palette of Okabe & Ito.
 STYLES: dict[str, dict[str, Any]] = {
-    "torch": {"color": "#D55E00", "linewidth": 4.5, "alpha": 0.45, "label": "PyTorch"},
-    "jax": {"color": "#0072B2", "linewidth": 1.5, "linestyle": "--", "label": "JAX"},
-    "switched": {
-        "color": "#009E73",
-        "linewidth": 1.5,
-        "linestyle": ":",
-        "label": "PyTorch, then JAX",
-    },
+    "torch": {"label": "PyTorch", "color": "#D55E00", "linewidth": 4.5, "alpha": 0.45},
+    "jax": {"label": "JAX", "color": "#0072B2", "linewidth": 1.5, "linestyle": "--"},
+    "switched": {"label": "PyTorch, then JAX", "color": "#009E73", "linestyle": ":"},
 }
-FORMAT = "dualdp_compare"
 PACKAGES = ("dualdp", "numpy", "torch", "jax", "flax", "optax")
 
 
-def writable_folder(path: str | os.PathLike[str]) -> Path:
+def writable_folder(folder: Path) -> Path:
     """Return the folder, created if missing; raise an OSError if it cannot be written."""
-    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(
-            f"out={os.fspath(path)!r} can't be written ({error.strerror}). Expected a folder that "
+            f"out={str(folder)!r} can't be written ({error.strerror}). Expected a folder that "
             "exists or can be made; choose another."
         ) from error
     return folder
 
 
-def write(
-    folder: Path,
-    experiment: Experiment,
-    gradients: Sequence[GradientRow],
-    points: Sequence[Point],
-    timings: Sequence[Timing],
-    *,
-    agree: bool,
-) -> list[Path]:
+def write(folder: Path, experiment: Experiment, *, agree: bool) -> list[Path]:
     """Write compare.json and compare.png, or neither, and return their paths."""
     data: dict[str, Any] = {
-        FORMAT: 1,
+        "dualdp_compare": 1,  # the format
         "agree": agree,
         "versions": {name: version(name) for name in PACKAGES},
         "settings": asdict(experiment.settings),
         "plan": json.loads(experiment.plan.to_json()),
-        "gradients": [asdict(row) for row in gradients],
-        "training": [asdict(point) for point in points],
-        "seconds_per_step": [asdict(timing) for timing in timings],
+        "gradients": [asdict(row) for row in experiment.gradients],
+        "training": [asdict(point) for point in experiment.points],
+        "seconds_per_step": [asdict(timing) for timing in experiment.timings],
     }
     with tempfile.TemporaryDirectory(dir=folder) as name:
         written = [Path(name) / "compare.json", Path(name) / "compare.png"]
         written[0].write_text(json.dumps(data, indent=1))
-        picture(experiment, points).savefig(written[1])
+        picture(experiment).savefig(written[1])
         return [path.replace(folder / path.name) for path in written]
 
 
-def picture(experiment: Experiment, points: Sequence[Point]) -> Any:
+def picture(experiment: Experiment) -> Any:
     """Return a figure of accuracy, epsilon and the parameter difference against steps."""
     from matplotlib.figure import Figure
 
-    steps = [point.step for point in points]
     figure = Figure(figsize=(9, 3), dpi=160, layout="constrained")
     accuracy, epsilon, difference = figure.subplots(1, 3)
+    points, settings = experiment.points, experiment.settings
+    steps = [point.step for point in points]
     for stack, style in STYLES.items():
         shown = [point for point in points if stack in point.epsilon]
+        at = [point.step for point in shown]
         if shown:
-            at = [point.step for point in shown]
             accuracy.plot(at, [100 * point.accuracy[stack] for point in shown], **style)
             epsilon.plot(at, [point.epsilon[stack] for point in shown], **style)
     accuracy.set(title="Held-out accuracy", xlabel="step", ylabel="%")
     accuracy.legend(frameon=False, loc="lower right")
-    epsilon.set(
-        title=f"Spent epsilon of one example (delta = {experiment.plan.delta:g})", xlabel="step"
-    )
-    # A log axis has no zero, so zero is drawn at 1e-17.
-    drawn = [max(point.difference, 1e-17) for point in points]
-    difference.semilogy(steps, drawn, color="#000000", linewidth=1.5)
-    apart = {point.step: point.switched for point in points if point.switched is not None}
-    if apart:
-        values = [max(value, 1e-17) for value in apart.values()]
-        difference.semilogy(list(apart), values, color=STYLES["switched"]["color"], linestyle=":")
-    settings = experiment.settings
+    epsilon.set(title=f"Epsilon at delta = {experiment.plan.delta:g}", xlabel="step")
+    # A log axis has no zero, so zero is drawn at 1e-17; nan is not drawn.
+    apart = [max(point.difference, 1e-17) for point in points]
+    moved = [np.nan if p.switched is None else max(p.switched, 1e-17) for p in points]
+    difference.semilogy(steps, apart, color="#000000", linewidth=1.5)
+    difference.semilogy(steps, moved, color=STYLES["switched"]["color"], linestyle=":")
     tolerance = TRAINING_TOLERANCE[settings.dtype]
     difference.axhline(tolerance, color="#999999", linewidth=1, linestyle=":")
     difference.annotate(
@@ -111,7 +85,6 @@ def picture(experiment: Experiment, points: Sequence[Point]) -> Any:
     difference.set(title="Parameters, PyTorch vs JAX", xlabel="step", ylabel="relative difference")
     for axes in (accuracy, epsilon, difference):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"One DP-SGD run on two stacks: digits, {settings.model}, {settings.dtype}", fontsize=10
-    )
+    title = f"One DP-SGD run on two stacks: digits, {settings.model}, {settings.dtype}"
+    figure.suptitle(title, fontsize=10)
     return figure

@@ -26,7 +26,7 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = nn.Linear(digits.SIDE**2, 64)
+        self.hidden = nn.Linear(64, 64)
         self.head = nn.Linear(64, digits.NUM_CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,28 +63,25 @@ class TorchRun:
 
     name = "torch"
     ledger: Ledger
-    layout: Sequence[ParameterMap]
+    layout: Sequence[ParameterMap]  # the matched parameters of the JAX run, for the same noise
 
     def __init__(
         self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
     ) -> None:
-        self.dtype = getattr(torch, settings.dtype)
+        dtype = getattr(torch, settings.dtype)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)  # initial weights are public
             model = MODELS[settings.model]()
-        self.model = model.to(self.dtype)
+        self.model = model.to(dtype)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
         )
-        self.train, self.held_out = self._put(train), self._put(held_out)
+        self.train = torch.as_tensor(train.x).to(dtype), torch.as_tensor(train.y)
+        self.held_out = torch.as_tensor(held_out.x).to(dtype)
 
-    def _put(self, split: digits.Split) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels as tensors."""
-        return torch.as_tensor(split.x).to(self.dtype), torch.as_tensor(split.y)
-
-    def follow(self, plan: PrivacyPlan, layout: Sequence[ParameterMap]) -> None:
-        """Set the plan, and the matched parameters of the JAX run, for the same noise."""
-        self.plan, self.ledger, self.layout = plan, Ledger(plan), layout
+    def follow(self, plan: PrivacyPlan) -> None:
+        """Start a private run with this plan."""
+        self.plan, self.ledger = plan, Ledger(plan)
 
     def private_step(self, step: int) -> None:
         """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
@@ -124,12 +121,7 @@ class TorchRun:
         held = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
         return {name: state["momentum_buffer"].numpy().copy() for name, state in held.items()}
 
-    def evaluate(self) -> tuple[float, float]:
-        """Return (mean loss, accuracy) on the held-out digits."""
-        x, y = self.held_out
+    def logits(self) -> np.ndarray[Any, Any]:
+        """Return (n, classes) of the held-out digits."""
         with torch.no_grad():
-            logits = self.model(x)
-            return F.cross_entropy(logits, y).item(), (logits.argmax(1) == y).double().mean().item()
-
-    def synchronize(self) -> None:
-        """Do nothing: the CPU has finished when a call returns."""
+            return self.model(self.held_out).numpy()

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dualdp audit`: a step of ones own, and our engines."""
 
-import contextlib
-import importlib
 import json
 
 import pytest
 from typer.testing import CliRunner
 
 from dualdp_tools.cli import app
-
-audit = importlib.import_module("dualdp_tools.cli.audit")  # the package has a function of that name
 
 
 def call(*arguments):
@@ -31,21 +27,6 @@ def test_an_audit_of_a_step_of_ones_own():
     )
     assert done.exit_code == 1
     assert json.loads(done.output)["is_refuted"]
-
-
-def test_progress_counts_the_releases(monkeypatch):
-    """A run of 20 steps is 20 pieces; the bar ends where the work does."""
-    shown = []
-
-    @contextlib.contextmanager
-    def counted(title, pieces=None):
-        shown.append([title, pieces, 0])
-        yield lambda: shown.append([title, pieces, shown.pop()[2] + 1])
-
-    monkeypatch.setattr(audit, "working", counted)
-    words = ("--canaries", 50, "--steps", 20, "--seed", 1)
-    assert call("audit", "--step", "tests.numpy_step:NumpyStep", *words).exit_code == 0
-    assert shown == [["Preparing", None, 0], ["Training with canaries", 20, 20]]
 
 
 def broken():

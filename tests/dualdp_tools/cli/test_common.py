@@ -15,13 +15,12 @@ def test_a_factor_is_never_rounded_below_e_to_the_epsilon():
 
 
 def test_progress_is_for_terminals(monkeypatch, capsys):
-    with common.working("Counting", 3) as advance:
-        advance()
+    with common.working("Counting"):
+        pass
     assert capsys.readouterr() == ("", ""), "a file or a pipe gets nothing"
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes anything for a terminal
-    with common.working("Counting", 3) as advance:
-        advance()
+    with common.working("Counting"):
+        pass
     out, err = capsys.readouterr()
     assert out == ""
     assert "Counting" in err
-    assert "0:00:00" in err
