@@ -23,9 +23,7 @@ TABLES: dict[str, Callable[..., tables.Comparison]] = {
     "noise": tables.noise,
     "units": tables.units,
 }
-TargetEpsilon = Annotated[
-    float, Option("--target-epsilon", "--epsilon", help="The epsilon to stay within.")
-]
+TargetEpsilon = Annotated[float, Option(help="The epsilon to stay within.")]
 Noise = Annotated[float | None, Option(help="Known noise: then the steps are looked for.")]
 Kind = Annotated[str | None, Option(help=f"Compare runs instead: {', '.join(TABLES)}.")]
 Counts = Annotated[Path | None, Option(help="Of --table units: text file, rows of each user.")]
@@ -59,5 +57,4 @@ def calibrate(
     with common.working("Searching"):
         target = {"target_epsilon": target_epsilon, "target_delta": run.delta}
         numbers[wanted] = SEARCHES[wanted](**target, **known, **run.setting)
-        record = run.record(numbers, target_epsilon=target_epsilon)
-    common.show(record, as_json=as_json, title="Calibrated")
+    run.show(numbers, title="Calibrated", as_json=as_json, target_epsilon=target_epsilon)

@@ -32,6 +32,7 @@ RELATIONS = {
     "replace": "the data with any one {} and with another in its place",
     "zero_out": "the data with any one {} and with an empty one in its place",
 }
+NEIGHBORS = f"One of {', '.join(RELATIONS)}."
 SAMPLERS = f"One of {', '.join(sorted(mechanisms.SAMPLERS))}."
 #: Name of a number that `show` prints -> its meaning.
 MEANINGS = {
@@ -64,21 +65,14 @@ class Run:
     epochs: Annotated[float | None, Option(help="Passes over the data, not --steps.")] = None
     accountant: Annotated[str, Option(help="pld, or rdp.")] = "pld"
     sampler: Annotated[str, Option(help=SAMPLERS)] = "poisson"
-    relation: Annotated[str, Option(help=f"One of {', '.join(RELATIONS)}.")] = "add_or_remove"
+    neighboring_relation: Annotated[str, Option("--relation", help=NEIGHBORS)] = "add_or_remove"
     group_size: Annotated[int, Option(help="Most examples of a user, where rows are drawn.")] = 1
     max_batch_size: Annotated[int | None, Option(help="Cut of truncated_poisson.")] = None
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> dict[str, Any]:
         """Arguments of `get_epsilon` and of its inverses."""
-        return Setting(
-            sampler=self.sampler,
-            accountant=self.accountant,
-            neighboring_relation=self.relation,
-            group_size=self.group_size,
-            num_examples=self.num_examples,
-            max_batch_size=self.max_batch_size,
-        )
+        return {name: getattr(self, name) for name in Setting.__annotations__}
 
     def numbers(self, noise_multiplier: float | None, num_missing: int = 0) -> dict[str, Any]:
         """Return noise multiplier, rate and steps, of which `num_missing` may be None."""
@@ -102,19 +96,28 @@ class Run:
             raise ValueError(MISSING[missing[-1]])
         return found
 
-    def record(self, numbers: dict[str, Any], **asked: float) -> dict[str, Any]:
-        """Return what `show` prints of the run: its epsilon first, then its settings."""
-        several = f"user with at most {self.group_size} examples"
-        return {
-            "epsilon": get_epsilon(**numbers, delta=self.delta, **self.setting),
-            **asked,
-            "delta": self.delta,
-            **numbers,
-            "accountant": self.accountant,
-            "sampler": self.sampler,
-            "neighboring_relation": self.relation,
-            "protects": "example" if self.group_size == 1 else several,
-        }
+    def show(self, numbers: dict[str, Any], *, title: str, as_json: bool, **asked: float) -> None:
+        """Print the run with its epsilon as JSON, or as a table with the meaning of each number."""
+        with working("Accounting"):
+            epsilon = get_epsilon(**numbers, delta=self.delta, **self.setting)
+        protects = "example"
+        if self.group_size != 1:
+            protects = f"user with at most {self.group_size} examples"
+        record = {"epsilon": epsilon, **asked, "delta": self.delta, **numbers}
+        for name in ("accountant", "sampler", "neighboring_relation"):
+            record[name] = getattr(self, name)
+        record["protects"] = protects
+        if as_json:
+            typer.echo(json.dumps(record | {"epsilon": finite(epsilon)}, indent=2))
+            return
+        likely = f"any outcome is at most {factor(epsilon)} times as likely on neighboring data"
+        compared = RELATIONS[self.neighboring_relation].format(protects)
+        meanings = MEANINGS | {"epsilon": likely, "neighboring_relation": compared}
+        table = Table(title=title, show_header=False)
+        for name, value in record.items():
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            table.add_row(name, text, meanings[name])
+        Console().print(table)
 
 
 def with_run(command: Callable[..., None]) -> Callable[..., None]:
@@ -175,18 +178,3 @@ def factor(epsilon: float) -> str:
 def finite(value: float) -> float | None:
     """Return the number, or None for one that JSON does not know."""
     return value if math.isfinite(value) else None
-
-
-def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
-    """Print a record as JSON, or as a table with the meaning of each number."""
-    if as_json:
-        typer.echo(json.dumps(record | {"epsilon": finite(record["epsilon"])}, indent=2))
-        return
-    likely = f"any outcome is at most {factor(record['epsilon'])} times as likely on "
-    compared = RELATIONS[record["neighboring_relation"]].format(record["protects"])
-    words = {"epsilon": f"{likely}neighboring data", "neighboring_relation": compared}
-    table = Table(title=title, show_header=False)
-    for name, value in record.items():
-        text = f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(name, text, (MEANINGS | words).get(name, ""))
-    Console().print(table)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from dualdp_tools.cli.common import columns
@@ -51,7 +50,9 @@ def compare(
     with console.status("Comparing per-sample gradients ..."):
         experiment.compare_gradients()
     console.print(_gradient_table(experiment))
-    _train(console, experiment)
+    for _ in track(experiment.train(), "training on both stacks", steps, console=console):
+        pass
+    console.print(_training_table(experiment))
     with console.status("Timing private and plain steps in turn ..."):
         experiment.time_steps()
     console.print(_timing_table(experiment))
@@ -78,9 +79,9 @@ def _gradient_table(experiment: Experiment) -> Table:
     return table
 
 
-def _train(console: Console, experiment: Experiment) -> None:
-    """Table 2, live, with a progress bar: the same plan on both stacks."""
-    plan, stacks = experiment.plan, ("torch", "jax")
+def _training_table(experiment: Experiment) -> Table:
+    """Table 2: the same plan on both stacks."""
+    plan = experiment.plan
     switched = [] if experiment.settings.switch_at is None else ["switched"]
     names = ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax")
     table = Table(
@@ -91,21 +92,13 @@ def _train(console: Console, experiment: Experiment) -> None:
         "held out; parameters differ by: norm of the difference / norm on JAX, of the parameter "
         "where it is largest",
     )
-    shown = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    progress = Progress("training on both stacks", *shown, console=console)
-    task = progress.add_task("", total=experiment.settings.steps)
-    with Live(Group(table, progress), console=console, refresh_per_second=4):
-        for step, point in experiment.train():
-            progress.update(task, completed=step)
-            if point is not None:
-                table.add_row(
-                    str(point.step),
-                    f"{point.epsilon['torch']:.3f}",
-                    *(f"{point.loss[stack]:.4f}" for stack in stacks),
-                    *(f"{point.accuracy[stack]:.1%}" for stack in stacks),
-                    f"{point.difference:.1e}",
-                    *([] if point.switched is None else [f"{point.switched:.1e}"]),
-                )
+    for point in experiment.points:
+        losses = (f"{point.loss[stack]:.4f}" for stack in ("torch", "jax"))
+        accuracies = (f"{point.accuracy[stack]:.1%}" for stack in ("torch", "jax"))
+        start = str(point.step), f"{point.epsilon['torch']:.3f}", *losses, *accuracies
+        apart = (point.difference, point.switched)
+        table.add_row(*start, *(f"{value:.1e}" for value in apart if value is not None))
+    return table
 
 
 def _timing_table(experiment: Experiment) -> Table:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from dualdp_tools.cli.common import Json, NoiseMultiplier, Run, show, with_run, working
+from dualdp_tools.cli.common import Json, NoiseMultiplier, Run, with_run
 
 
 @with_run
 def epsilon(run: Run, noise_multiplier: NoiseMultiplier, as_json: Json = False) -> None:
     """Print the epsilon of a run of equal steps."""
-    with working("Accounting"):
-        record = run.record(run.numbers(noise_multiplier))
-    show(record, as_json=as_json, title="Privacy spent")
+    run.show(run.numbers(noise_multiplier), title="Privacy spent", as_json=as_json)

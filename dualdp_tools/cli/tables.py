@@ -153,7 +153,7 @@ def noise(run: Run, target_epsilon: float) -> Comparison:
             correlation=kind,
             min_separation=len(kind.weights) if sampler == "cyclic_poisson" else None,
             accountant=run.accountant,
-            neighboring_relation=run.relation,
+            neighboring_relation=run.neighboring_relation,
         )
         squared = (kind or correlated.identity()).mean_error(num_steps)
         line = {"noise": name, "sampler": sampler, "noise multiplier": plan.noise_multiplier_at(0)}

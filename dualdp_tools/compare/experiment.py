@@ -127,8 +127,8 @@ class Experiment:
             names = leaf.torch_name, leaf.jax_path, leaf.torch_shape
             self.gradients.append(GradientRow(*names, *(float(array.max()) for array in largest)))
 
-    def train(self) -> Iterator[tuple[int, Point | None]]:
-        """Run the plan on both stacks; yield each step, with a `Point` at about 20 of them."""
+    def train(self) -> Iterator[int]:
+        """Run the plan on both stacks; yield each step, and note a `Point` at about 20 of them."""
         switch, steps = self.settings.switch_at, self.settings.steps
         shown = {*np.linspace(1, steps, min(21, steps), dtype=int), switch}
         self.torch.follow(self.plan)
@@ -140,7 +140,7 @@ class Experiment:
                 self.runs.append(self._continued_on_jax(step))
             if step in shown:
                 self.points.append(self._point(step))
-            yield step, self.points[-1] if step in shown else None
+            yield step
 
     def _continued_on_jax(self, steps: int) -> JaxRun:
         """JAX run that continues the PyTorch run."""
