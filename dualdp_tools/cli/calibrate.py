@@ -13,11 +13,6 @@ from dualdp import _validate
 from dualdp.accountants import solve
 from dualdp_tools.cli import common, tables
 
-SEARCHES: dict[str, Callable[..., float]] = {
-    "noise_multiplier": solve.get_noise_multiplier,
-    "sample_rate": solve.get_sample_rate,
-    "num_steps": solve.get_num_steps,
-}
 TABLES: dict[str, Callable[..., tables.Comparison]] = {
     "batch-sizes": tables.batch_sizes,
     "noise": tables.noise,
@@ -29,7 +24,7 @@ Kind = Annotated[str | None, Option(help=f"Compare runs instead: {', '.join(TABL
 Counts = Annotated[Path | None, Option(help="Of --table units: text file, rows of each user.")]
 
 
-@common.with_run
+@common.with_options
 def calibrate(
     run: common.Run,
     target_epsilon: TargetEpsilon,
@@ -44,7 +39,8 @@ def calibrate(
         with common.working("Comparing"):
             kind = _validate.choice("table", table, TABLES)
             found = TABLES[kind](run, target_epsilon, **compared)
-        found.show(as_json=as_json)
+        title = f"{table} at epsilon = {target_epsilon:g}, delta = {run.delta:g}"
+        found.show(title=title.capitalize(), as_json=as_json)
         return
     numbers = run.numbers(noise_multiplier, num_missing=1)
     known = {name: value for name, value in numbers.items() if value is not None}
@@ -56,5 +52,6 @@ def calibrate(
     (wanted,) = set(numbers) - set(known)
     with common.working("Searching"):
         target = {"target_epsilon": target_epsilon, "target_delta": run.delta}
-        numbers[wanted] = SEARCHES[wanted](**target, **known, **run.setting)
+        search: Callable[..., float] = getattr(solve, f"get_{wanted}")
+        numbers[wanted] = search(**target, **known, **run.setting)
     run.show(numbers, title="Calibrated", as_json=as_json, target_epsilon=target_epsilon)

@@ -72,7 +72,7 @@ class Run:
     @property
     def setting(self) -> dict[str, Any]:
         """Arguments of `get_epsilon` and of its inverses."""
-        return {name: getattr(self, name) for name in Setting.__annotations__}
+        return {name: it for name, it in vars(self).items() if name in Setting.__annotations__}
 
     def numbers(self, noise_multiplier: float | None, num_missing: int = 0) -> dict[str, Any]:
         """Return noise multiplier, rate and steps, of which `num_missing` may be None."""
@@ -120,16 +120,16 @@ class Run:
         Console().print(table)
 
 
-def with_run(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes the fields of `Run` as options, in place of its argument."""
-    shared = inspect.signature(Run, eval_str=True).parameters
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose first argument, a dataclass, is made of one option for each field."""
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    fields = inspect.signature(first.annotation, eval_str=True).parameters
 
     @wraps(command)
     def called(**given: Any) -> None:
-        command(Run(**{name: given.pop(name) for name in shared}), **given)
+        command(first.annotation(**{name: given.pop(name) for name in fields}), **given)
 
-    options = [it.replace(kind=it.KEYWORD_ONLY) for it in (*own, *shared.values())]
+    options = [it.replace(kind=it.KEYWORD_ONLY) for it in (*own, *fields.values())]
     called.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return called
 

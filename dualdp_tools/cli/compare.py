@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,53 +10,44 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from typer import Option
 
-from dualdp_tools.cli.common import columns
+from dualdp_tools.cli.common import columns, with_options
+from dualdp_tools.compare.options import ExperimentOptions
 
 if TYPE_CHECKING:
     from dualdp_tools.compare.experiment import Experiment
 
-Model = StrEnum("Model", ["cnn", "mlp"])
-Dtype = StrEnum("Dtype", ["float32", "float64"])
+Folder = Annotated[Path, Option(file_okay=False, writable=True, help="For both files.")]
 
 
-def compare(
-    out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")],
-    steps: Annotated[int, typer.Option(help="Noise releases.")] = 400,
-    batch_size: Annotated[int, typer.Option(help="Expected size of a logical batch.")] = 256,
-    target_epsilon: Annotated[float, typer.Option(help="Epsilon at delta = 1e-4.")] = 8.0,
-    model: Annotated[Model, typer.Option(help="Network.")] = Model.cnn,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and data.")] = Dtype.float32,
-    seed: Annotated[int, typer.Option(help="Of the plan and of the initial weights.")] = 0,
-    switch_at: Annotated[
-        int | None, typer.Option(help="A third run goes from PyTorch to JAX after so many steps.")
-    ] = None,
-) -> None:
+@with_options
+def compare(settings: ExperimentOptions, out: Folder) -> None:
     """Train one network on handwritten digits under DP-SGD, on both stacks, from one plan.
 
-    Compares per-sample gradients, batches, noise and epsilon, and times a step of each stack.
-    Exits with 1 if the stacks disagree beyond the stated tolerance.
+    Compares per-sample gradients, batches, noise and epsilon, and times a step of each stack;
+    writes compare.json and compare.png. Exits with 1 if the stacks disagree beyond the stated
+    tolerance.
     """
     console = Console()
     with console.status("Loading PyTorch, JAX and the digits ..."):
         from dualdp_tools.compare import report
-        from dualdp_tools.compare.experiment import Experiment, ExperimentOptions
+        from dualdp_tools.compare.experiment import Experiment
 
-        experiment = Experiment(
-            ExperimentOptions(steps, batch_size, target_epsilon, model, dtype, seed, switch_at)
-        )
-        folder = report.writable_folder(out)
+        experiment = Experiment(settings)
+        out.mkdir(parents=True, exist_ok=True)
     with console.status("Comparing per-sample gradients ..."):
         experiment.compare_gradients()
     console.print(_gradient_table(experiment))
-    for _ in track(experiment.train(), "training on both stacks", steps, console=console):
+    training = experiment.train()
+    for _ in track(training, "training on both stacks", settings.steps, console=console):
         pass
     console.print(_training_table(experiment))
     with console.status("Timing private and plain steps in turn ..."):
         experiment.time_steps()
     console.print(_timing_table(experiment))
     faults = experiment.disagreements()
-    for path in report.write(folder, experiment, agree=not faults):
+    for path in report.write(out, experiment, agree=not faults):
         console.print(f"wrote {path}")
     for fault in faults:
         console.print(f"[bold red]The stacks disagree:[/] {fault}")
@@ -74,8 +64,8 @@ def _gradient_table(experiment: Experiment) -> Table:
         caption="relative: norm of an example's difference / norm of its gradient",
     )
     for row in experiment.gradients:
-        names = row.torch_name, row.jax_path, "x".join(map(str, row.shape))
-        table.add_row(*names, f"{row.largest:.1e}", f"{row.relative:.1e}")
+        names = row["torch_name"], row["jax_path"], "x".join(map(str, row["shape"]))
+        table.add_row(*names, f"{row['largest']:.1e}", f"{row['relative']:.1e}")
     return table
 
 
@@ -93,10 +83,10 @@ def _training_table(experiment: Experiment) -> Table:
         "where it is largest",
     )
     for point in experiment.points:
-        losses = (f"{point.loss[stack]:.4f}" for stack in ("torch", "jax"))
-        accuracies = (f"{point.accuracy[stack]:.1%}" for stack in ("torch", "jax"))
-        start = str(point.step), f"{point.epsilon['torch']:.3f}", *losses, *accuracies
-        apart = (point.difference, point.switched)
+        losses = (f"{point['loss'][stack]:.4f}" for stack in ("torch", "jax"))
+        accuracies = (f"{point['accuracy'][stack]:.1%}" for stack in ("torch", "jax"))
+        start = str(point["step"]), f"{point['epsilon']['torch']:.3f}", *losses, *accuracies
+        apart = (point["difference"], point["switched"])
         table.add_row(*start, *(f"{value:.1e}" for value in apart if value is not None))
     return table
 
@@ -108,8 +98,8 @@ def _timing_table(experiment: Experiment) -> Table:
         title="3. Time per step, interleaved rounds (median)",
         caption="ratio: private / non-private; in brackets, half of the rounds lie between",
     )
-    for timing in experiment.timings:
-        times = (f"{seconds * 1e3:.1f} ms" for seconds in (timing.plain, timing.private))
-        low, high = timing.spread
-        table.add_row(timing.stack, *times, f"{timing.ratio:.2f} ({low:.2f} - {high:.2f})")
+    for row in experiment.timings:
+        times = (f"{row[kind] * 1e3:.1f} ms" for kind in ("plain", "private"))
+        low, high = row["spread"]
+        table.add_row(row["stack"], *times, f"{row['ratio']:.2f} ({low:.2f} - {high:.2f})")
     return table

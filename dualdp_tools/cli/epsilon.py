@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from dualdp_tools.cli.common import Json, NoiseMultiplier, Run, with_run
+from dualdp_tools.cli.common import Json, NoiseMultiplier, Run, with_options
 
 
-@with_run
+@with_options
 def epsilon(run: Run, noise_multiplier: NoiseMultiplier, as_json: Json = False) -> None:
     """Print the epsilon of a run of equal steps."""
     run.show(run.numbers(noise_multiplier), title="Privacy spent", as_json=as_json)

@@ -37,16 +37,14 @@ def picture(columns: Mapping[str, Sequence[float]]) -> Any:
     shown = [name for name in columns if name != "step"]
     figure = Figure(figsize=(7, 1.5 * len(shown) + 0.5), dpi=150, layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
-    by_label: dict[str, Any] = {}
+    marker = "." if len(columns["step"]) == 1 else None
+    lines = {}
     for name, axes in zip(shown, panels, strict=True):
         bare = name.removeprefix(UNPROTECTED)
-        style = STYLES[bare != name]
-        marker = "." if len(columns["step"]) == 1 else None
-        (by_label[style["label"]],) = axes.plot(
-            columns["step"], columns[name], marker=marker, **style
-        )
+        (line,) = axes.plot(columns["step"], columns[name], marker=marker, **STYLES[bare != name])
+        lines[line.get_label()] = line
         axes.set_ylabel(bare.replace("_", " "))
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("step")
-    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=2)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
     return figure

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from dualdp import _validate
 from dualdp.port import STACKS
@@ -15,20 +16,15 @@ from dualdp_tools.cli.common import made, working
 
 
 def port(
-    checkpoint: Annotated[Path, typer.Argument(help="A file of save_checkpoint.")],
-    to: Annotated[str, typer.Option(help="torch or jax.")],
-    like: Annotated[
-        str,
-        typer.Option(
-            help="module:factory; the factory takes nothing and returns (model, optimizer) for "
-            "torch, a dualdp.jax.TrainState for jax."
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The new file; CHECKPOINT.torch or .jax by default.")
-    ] = None,
+    checkpoint: Annotated[Path, Argument(help="A file of save_checkpoint.")],
+    to: Annotated[str, Option(help="torch or jax.")],
+    like: Annotated[str, Option(help="module:factory, a function without arguments.")],
+    out: Annotated[Path | None, Option(help="New file; CHECKPOINT.torch or .jax.")] = None,
 ) -> None:
-    """Write the other stack's checkpoint of a run, with its plan, its step and its ledger."""
+    """Write the other stack's checkpoint of a run, with its plan, its step and its ledger.
+
+    The factory of --like returns (model, optimizer) for torch, a dualdp.jax.TrainState for jax.
+    """
     target = out or Path(f"{checkpoint}.{to}")
     with working("Converting"):
         _validate.choice("to", to, STACKS)

@@ -24,8 +24,9 @@ from dualdp_tools.cli.common import Run, columns
 ENOUGH = 1.25  # times the noise of full batches: a larger batch hardly helps
 HALVINGS = 10  # of the data set, down to the smallest batch size
 GROUPS = (1, 2, 4, 8, 16, 32, 64)  # rows of a user; the noise for a larger group takes seconds
-#: (family, its size, sampler): kinds of correlated noise.
+#: (family, its size, sampler): kinds of noise, DP-SGD's first.
 CANDIDATES = (
+    ("independent", 1, "poisson"),
     *(("window", size, "fixed_order") for size in (2, 4, 8, 16)),
     *(("band", size, "cyclic_poisson") for size in (4, 8, 16, 32)),
     ("blt", 3, "fixed_order"),
@@ -36,17 +37,16 @@ CANDIDATES = (
 class Comparison:
     """Lines with one number or word for each column, and a sentence about them."""
 
-    title: str
     caption: str
     lines: list[dict[str, Any]]
     verdict: str
 
-    def show(self, *, as_json: bool) -> None:
+    def show(self, *, title: str, as_json: bool) -> None:
         """Print the table, or JSON with one object for each line."""
         if as_json:
             typer.echo(json.dumps({"lines": self.lines, "verdict": self.verdict}, indent=2))
             return
-        table = Table(*columns(*self.lines[0]), title=self.title, caption=self.caption)
+        table = Table(*columns(*self.lines[0]), title=title, caption=self.caption)
         for line in self.lines:
             values = line.values()
             table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
@@ -92,20 +92,14 @@ def batch_sizes(run: Run, target_epsilon: float) -> Comparison:
         for size in sizes:
             steps = num_steps_of(epochs=epochs, num_examples=examples, batch_size=size)
             multiplier = noise_of(run, target_epsilon, size / examples, steps)
-            line = {
-                "epochs": epochs,
-                "batch size": size,
-                "steps": steps,
-                "noise multiplier": multiplier,
-                "noise": multiplier / size,
-                "of run": multiplier / size * math.sqrt(steps),
-                "relative": multiplier / size / (full * math.sqrt(steps)),
-            }
-            lines.append(line)
+            of_step = multiplier / size
+            line = {"epochs": epochs, "batch size": size, "steps": steps}
+            line |= {"noise multiplier": multiplier, "noise": of_step}
+            line |= {"of run": of_step * math.sqrt(steps)}
+            lines.append(line | {"relative": of_step / (full * math.sqrt(steps))})
         close = [it["batch size"] for it in lines[-len(sizes) :] if it["relative"] <= ENOUGH]
         enough.append(f"{min(close, default='none of these')} at {epochs:g} epochs")
     return Comparison(
-        f"Batch sizes at epsilon = {target_epsilon:g}, delta = {run.delta:g}",
         "noise: in the averaged gradient, per coordinate, for max_grad_norm = 1",
         lines,
         f"Smallest batch size with at most {ENOUGH:g} times the noise of full batches: "
@@ -130,7 +124,7 @@ def noise(run: Run, target_epsilon: float) -> Comparison:
     per coordinate: for SGD with learning rate 1 the distance from the model without noise.
     """
     examples, batch_size, num_steps = _sizes(run, "noise")
-    found: list[tuple[str, str, Any]] = [("independent", "poisson", None)]
+    lines: list[dict[str, Any]] = []
     for family, size, sampler in CANDIDATES:
         is_cyclic = sampler == "cyclic_poisson"
         if size > num_steps or (is_cyclic and size * batch_size > examples):
@@ -138,10 +132,10 @@ def noise(run: Run, target_epsilon: float) -> Comparison:
         sizes: dict[str, Any] = {"buffers" if family == "blt" else "bands": size}
         if not is_cyclic:  # columns of a band do not overlap under cyclic Poisson sampling
             sizes |= {"min_separation": max(examples // batch_size, 1), "max_participations": None}
-        strategy = correlated.optimise(family=family, num_steps=num_steps, **sizes)
-        found.append((f"{family} of {size}", sampler, strategy))
-    lines: list[dict[str, Any]] = []
-    for name, sampler, kind in found:
+        name, kind = family, None
+        if family != "independent":
+            name = f"{family} of {size}"
+            kind = correlated.optimise(family=family, num_steps=num_steps, **sizes)
         plan = PrivacyPlan.calibrate(
             target_epsilon=target_epsilon,
             delta=run.delta,
@@ -151,7 +145,7 @@ def noise(run: Run, target_epsilon: float) -> Comparison:
             max_grad_norm=1.0,
             sampler=sampler,
             correlation=kind,
-            min_separation=len(kind.weights) if sampler == "cyclic_poisson" else None,
+            min_separation=size if is_cyclic else None,
             accountant=run.accountant,
             neighboring_relation=run.neighboring_relation,
         )
@@ -165,7 +159,6 @@ def noise(run: Run, target_epsilon: float) -> Comparison:
         less = f"{1 - best['to DP-SGD']:.0%} less noise than DP-SGD."
         said = f"The {best['noise']} with sampler={best['sampler']!r}: {less}"
     return Comparison(
-        f"Noise at epsilon = {target_epsilon:g}, delta = {run.delta:g}",
         "error: noise in the model, per coordinate, for max_grad_norm = 1 and learning rate 1",
         sorted(lines, key=lambda line: line["error"]),
         said,
@@ -204,22 +197,15 @@ def units(run: Run, target_epsilon: float, counts: Path | None) -> Comparison:
         rate = batch_size / float(kept.sum())
         if rate > 1:
             continue
-        apart = math.sqrt(float(kept[kept > 0].mean()))
+        apart, share = math.sqrt(kept[kept > 0].mean()), float(kept.sum() / rows.sum())
         for drawn, group_size in (("user", 1), ("example", size)):
             is_user = drawn == "user"
             drawing = replace(run, group_size=group_size)
             multiplier = noise_of(drawing, target_epsilon, rate, num_steps)
             mean = multiplier / (rate * len(rows) if is_user else batch_size)
-            lines.append(
-                {
-                    "drawn": drawn,
-                    "rows": size,
-                    "noise multiplier": multiplier,
-                    "if rows differ": mean / apart if is_user else mean,
-                    "if they agree": mean,
-                    "rows kept": 1.0 if is_user else float(kept.sum() / rows.sum()),
-                }
-            )
+            line = {"drawn": drawn, "rows": size, "noise multiplier": multiplier}
+            line |= {"if rows differ": mean / apart if is_user else mean, "if they agree": mean}
+            lines.append(line | {"rows kept": 1.0 if is_user else share})
     if not lines:
         raise ValueError(
             f"{batch_size} rows a step are more than the users have. Expected a smaller batch."
@@ -230,7 +216,6 @@ def units(run: Run, target_epsilon: float, counts: Path | None) -> Comparison:
         for line in (min(lines, key=lambda line: line["if rows differ"]), lines[0])
     )
     return Comparison(
-        f"Users at epsilon = {target_epsilon:g}, delta = {run.delta:g}",
         "noise in the mean gradient; computed from private counts: not for publication",
         lines,
         f"{differ.capitalize()} if the rows of a user differ; {agree} if they are alike.",

@@ -28,11 +28,10 @@ def verify(
     ledger: LedgerFile, report: Page = None, allow_seed: AllowSeed = False, as_json: Json = False
 ) -> None:
     """Check a ledger's chain, recompute its epsilon, and report; exit code 1 on any failure."""
-    if report is not None:
-        _validate.new_file("report", report)
     with working("Checking"):
         found = run_verify(ledger, allow_seed=allow_seed)
     if report is not None:
+        _validate.new_file("report", report)
         report.write_text(to_markdown(found), encoding="utf-8")
     typer.echo(json.dumps(_data(found), indent=2) if as_json else _text(found))
     if not found.passed:
@@ -47,14 +46,11 @@ def _text(found: Verification) -> str:
 
 def _data(found: Verification) -> dict[str, Any]:
     """Findings and verdict as plain data."""
-    return {
-        "passed": found.passed,
+    names = ("passed", "failures", "covers_the_plan", "is_whole")
+    return {name: getattr(found, name) for name in names} | {
         "verdict": verdict(found),
-        "covers_the_plan": found.covers_the_plan,
-        "is_whole": found.is_whole,
         "segments": [[s.start, s.stop, s.noise_scale] for s in found.segments],
         "epsilon_of_the_plan": finite(found.epsilon_of_the_plan),
-        "failures": found.failures,
         "epsilons": {name: finite(value) for name, value in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
     }
@@ -114,11 +110,10 @@ def meaning(found: Verification) -> list[str]:
     if found.plan is None or not math.isfinite(found.epsilon):
         return ["No statement about privacy can be made from this record."]
     epsilon, delta = found.epsilon, found.plan.delta
-    seeded = [f"All of this would hold{found.secrecy}."] if found.secrecy else []
     odds = math.exp(min(epsilon, 700.0))
     best = min(1.0, (odds + delta) / (1 + odds))
     return [
-        *seeded,
+        *([f"All of this would hold{found.secrecy}."] if found.secrecy else []),
         f"Compare {_neighbors(found.plan)}. Whatever is done with the "
         f"releases on record, the probability of any outcome differs by a factor of at most "
         f"e^{epsilon:.4f} = {factor(epsilon)}, apart from a probability of {delta:g}.",

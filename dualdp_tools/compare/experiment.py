@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting import parameter_map
 from dualdp_tools.compare import digits
 from dualdp_tools.compare.jax_side import JaxRun
+from dualdp_tools.compare.options import ExperimentOptions
 from dualdp_tools.compare.torch_side import TorchRun
 
 DELTA = 1e-4
@@ -29,62 +29,8 @@ WHOLE_NORM_TOLERANCE = {"float32": 1e-7, "float64": 1e-12}
 TRAINING_TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 
-@dataclass(frozen=True)
-class ExperimentOptions:
-    """Options of `dualdp compare`, and what they leave as it is."""
-
-    steps: int  # noise releases
-    batch_size: int  # expected size of a logical batch
-    target_epsilon: float  # of the whole run, at DELTA
-    model: str
-    dtype: str
-    seed: int  # of the plan and of the initial weights
-    switch_at: int | None  # steps after which a third run moves from PyTorch to JAX
-    max_grad_norm: float = 0.25  # C, gradient units
-    learning_rate: float = 1.0
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.switch_at is not None and not 1 <= self.switch_at < self.steps:
-            raise ValueError(
-                f"switch_at={self.switch_at} is not within the run. Expected 1 to {self.steps - 1}."
-            )
-
-
-@dataclass(frozen=True)
-class GradientRow:
-    """Difference of the per-sample gradients of one parameter between both stacks."""
-
-    torch_name: str
-    jax_path: str
-    shape: tuple[int, ...]  # in torch
-    largest: float  # absolute difference of one number, gradient units
-    relative: float  # largest over the examples of the difference's norm over the gradient's norm
-    excess: float  # largest over the examples of the difference over its tolerance; <= 1 passes
-
-
-@dataclass(frozen=True)
-class Point:
-    """State of the runs after a number of steps; the dicts are by stack, or "switched"."""
-
-    step: int
-    epsilon: dict[str, float]
-    loss: dict[str, float]  # mean, held-out
-    accuracy: dict[str, float]  # held-out
-    difference: float  # largest over the parameters of |torch - jax| / |jax|, L2 norms
-    parameter: str  # the one with that difference
-    switched: float | None  # difference of the run that changed stacks to the one on JAX
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per step of one stack, medians of interleaved rounds; quartiles of the ratios."""
-
-    stack: str
-    private: float
-    plain: float
-    ratio: float
-    spread: tuple[float, float]
+#: Numbers and words by name, as they stand in compare.json.
+Row = dict[str, Any]
 
 
 class Experiment:
@@ -92,7 +38,7 @@ class Experiment:
 
     def __init__(self, settings: ExperimentOptions) -> None:
         self.settings = settings
-        train, self.held_out = self.digits = digits.load()
+        train, self.held_out = digits.load()
         self.plan = PrivacyPlan.calibrate(
             num_examples=len(train.y),
             expected_batch_size=settings.batch_size,
@@ -104,13 +50,13 @@ class Experiment:
             noise="portable",
             seed=settings.seed,
         )
-        self.torch, self.jax = TorchRun(settings, *self.digits), JaxRun(settings, *self.digits)
+        self.torch, self.jax = TorchRun(settings), JaxRun(settings)
         self.jax.start(port.to_jax(self.torch.model, like=self.jax.params))
         self.layout = self.torch.layout = port.match(self.torch.model, self.jax.params)
         self.runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
-        self.gradients: list[GradientRow] = []
-        self.points: list[Point] = []
-        self.timings: list[Timing] = []
+        self.gradients: list[Row] = []
+        self.points: list[Row] = []
+        self.timings: list[Row] = []
 
     def compare_gradients(self) -> None:
         """Measure the differences of per-sample gradients on the initial weights."""
@@ -123,9 +69,11 @@ class Experiment:
             norms = _norms(apart)
             tolerated = GRADIENT_TOLERANCE[dtype] * _norms(grads)
             tolerated = tolerated + WHOLE_NORM_TOLERANCE[dtype] * whole
-            largest = [np.abs(apart), norms / _norms(grads), norms / tolerated]
-            names = leaf.torch_name, leaf.jax_path, leaf.torch_shape
-            self.gradients.append(GradientRow(*names, *(float(array.max()) for array in largest)))
+            row: Row = {"torch_name": leaf.torch_name, "jax_path": leaf.jax_path}
+            row |= {"shape": leaf.torch_shape, "largest": float(np.abs(apart).max())}
+            row["relative"] = float((norms / _norms(grads)).max())
+            row["excess"] = float((norms / tolerated).max())  # at most 1 passes
+            self.gradients.append(row)
 
     def train(self) -> Iterator[int]:
         """Run the plan on both stacks; yield each step, and note a `Point` at about 20 of them."""
@@ -144,33 +92,36 @@ class Experiment:
 
     def _continued_on_jax(self, steps: int) -> JaxRun:
         """JAX run that continues the PyTorch run."""
-        run = JaxRun(self.settings, *self.digits)
+        run = JaxRun(self.settings)
         run.name = "switched"
         params = port.to_jax(self.torch.model, like=run.params)
         momentum = parameter_map.to_jax(self.layout, self.torch.momentum())
         run.take_over(params, momentum, self.plan, steps)
         return run
 
-    def _point(self, step: int) -> Point:
-        """State of all runs after `step` steps."""
+    def _point(self, step: int) -> Row:
+        """State of all runs after `step` steps; loss and accuracy are those of held-out digits."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
         names = [leaf.torch_name for leaf in self.layout]
         apart = [_relative(ours[leaf.torch_name], leaf.to_torch(theirs)) for leaf in self.layout]
         worst = int(np.argmax(apart))  # nan, if there is one
-        switched = None
+        switched = None  # the run that changed stacks, against the one on JAX
         for run in self.runs[2:]:
             moved = run.parameters()
             switched = float(np.max([_relative(moved[path], theirs[path]) for path in theirs]))
         y, logits = self.held_out.y, {run.name: run.logits() for run in self.runs}
-        return Point(
-            step,
-            {run.name: run.ledger.get_epsilon() for run in self.runs},
-            {n: float(np.mean(logsumexp(z, 1) - z[range(len(y)), y])) for n, z in logits.items()},
-            {n: float(np.mean(z.argmax(1) == y)) for n, z in logits.items()},
-            apart[worst],
-            names[worst],
-            switched,
-        )
+        return {
+            "step": step,
+            "epsilon": {run.name: run.ledger.get_epsilon() for run in self.runs},
+            "loss": {
+                name: float(np.mean(logsumexp(z, 1) - z[range(len(y)), y]))
+                for name, z in logits.items()
+            },
+            "accuracy": {name: float(np.mean(z.argmax(1) == y)) for name, z in logits.items()},
+            "difference": apart[worst],  # of the parameters, |torch - jax| / |jax|, L2 norms
+            "parameter": names[worst],
+            "switched": switched,
+        }
 
     def time_steps(self, rounds: int = 11, steps: int = 4) -> None:
         """Time private and plain steps in interleaved rounds, all four in each round.
@@ -195,34 +146,36 @@ class Experiment:
             private = np.array(seconds[stack, "private"][1:])  # the first round warms up
             plain = np.array(seconds[stack, "plain"][1:])
             low, middle, high = map(float, np.quantile(private / plain, (0.25, 0.5, 0.75)))
-            medians = float(np.median(private)), float(np.median(plain))
-            self.timings.append(Timing(stack, *medians, middle, (low, high)))
+            row: Row = {"stack": stack, "ratio": middle, "spread": (low, high)}
+            row |= {"private": float(np.median(private)), "plain": float(np.median(plain))}
+            self.timings.append(row)
 
     def disagreements(self) -> list[str]:
         """Return one sentence for each difference beyond the tolerance, of the first such step."""
         tolerance = TRAINING_TOLERANCE[self.settings.dtype]
         faults = [
-            f"the per-sample gradients of {row.torch_name} (JAX: {row.jax_path}) differ by "
-            f"{row.relative:.1e} of their norm, {row.excess:.1f} times what is tolerated."
+            f"the per-sample gradients of {row['torch_name']} (JAX: {row['jax_path']}) differ by "
+            f"{row['relative']:.1e} of their norm, {row['excess']:.1f} times what is tolerated."
             for row in self.gradients
-            if not row.excess <= 1
+            if not row["excess"] <= 1
         ]
         for point in self.points:
+            apart, moved, epsilon = point["difference"], point["switched"], point["epsilon"]
             differ = []
-            if not point.difference <= tolerance:
+            if not apart <= tolerance:
                 differ.append(
-                    f"the parameters differ by {point.difference:.1e}, most at {point.parameter}; "
+                    f"the parameters differ by {apart:.1e}, most at {point['parameter']}; "
                     f"tolerated is {tolerance:.0e}."
                 )
-            if point.switched is not None and not point.switched <= tolerance:
+            if moved is not None and not moved <= tolerance:
                 differ.append(
-                    f"the run that changed stacks differs by {point.switched:.1e} from the one on "
-                    f"JAX; tolerated is {tolerance:.0e}."
+                    f"the run that changed stacks differs by {moved:.1e} from the one on JAX; "
+                    f"tolerated is {tolerance:.0e}."
                 )
-            if len(set(point.epsilon.values())) > 1:
-                differ.append(f"epsilon is {point.epsilon}.")
+            if len(set(epsilon.values())) > 1:
+                differ.append(f"epsilon is {epsilon}.")
             if differ:
-                return faults + [f"after step {point.step} {fault}" for fault in differ]
+                return faults + [f"after step {point['step']} {fault}" for fault in differ]
         return faults
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,9 @@ import optax
 from flax import linen as nn
 
 import dualdp.jax as dpj
+from dualdp import PrivacyPlan
 from dualdp_tools.compare import digits
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
-    from dualdp_tools.compare.experiment import ExperimentOptions
+from dualdp_tools.compare.options import ExperimentOptions
 
 
 class MLP(nn.Module):
@@ -51,9 +49,8 @@ class JaxRun:
 
     name = "jax"
 
-    def __init__(
-        self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
-    ) -> None:
+    def __init__(self, settings: ExperimentOptions) -> None:
+        train, held_out = digits.load()
         if settings.dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         self.dtype = jnp.dtype(settings.dtype)

@@ -23,19 +23,6 @@ STYLES: dict[str, dict[str, Any]] = {
 PACKAGES = ("dualdp", "numpy", "torch", "jax", "flax", "optax")
 
 
-def writable_folder(folder: Path) -> Path:
-    """Return the folder, created if missing; raise an OSError if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"out={str(folder)!r} can't be written ({error.strerror}). Expected a folder that "
-            "exists or can be made; choose another."
-        ) from error
-    return folder
-
-
 def write(folder: Path, experiment: Experiment, *, agree: bool) -> list[Path]:
     """Write compare.json and compare.png, or neither, and return their paths."""
     data: dict[str, Any] = {
@@ -44,9 +31,9 @@ def write(folder: Path, experiment: Experiment, *, agree: bool) -> list[Path]:
         "versions": {name: version(name) for name in PACKAGES},
         "settings": asdict(experiment.settings),
         "plan": json.loads(experiment.plan.to_json()),
-        "gradients": [asdict(row) for row in experiment.gradients],
-        "training": [asdict(point) for point in experiment.points],
-        "seconds_per_step": [asdict(timing) for timing in experiment.timings],
+        "gradients": experiment.gradients,
+        "training": experiment.points,
+        "seconds_per_step": experiment.timings,
     }
     with tempfile.TemporaryDirectory(dir=folder) as name:
         written = [Path(name) / "compare.json", Path(name) / "compare.png"]
@@ -62,26 +49,25 @@ def picture(experiment: Experiment) -> Any:
     figure = Figure(figsize=(9, 3), dpi=160, layout="constrained")
     accuracy, epsilon, difference = figure.subplots(1, 3)
     points, settings = experiment.points, experiment.settings
-    steps = [point.step for point in points]
+    steps = [point["step"] for point in points]
     for stack, style in STYLES.items():
-        shown = [point for point in points if stack in point.epsilon]
-        at = [point.step for point in shown]
+        shown = [point for point in points if stack in point["epsilon"]]
+        at = [point["step"] for point in shown]
         if shown:
-            accuracy.plot(at, [100 * point.accuracy[stack] for point in shown], **style)
-            epsilon.plot(at, [point.epsilon[stack] for point in shown], **style)
+            accuracy.plot(at, [100 * point["accuracy"][stack] for point in shown], **style)
+            epsilon.plot(at, [point["epsilon"][stack] for point in shown], **style)
     accuracy.set(title="Held-out accuracy", xlabel="step", ylabel="%")
     accuracy.legend(frameon=False, loc="lower right")
     epsilon.set(title=f"Epsilon at delta = {experiment.plan.delta:g}", xlabel="step")
     # A log axis has no zero, so zero is drawn at 1e-17; nan is not drawn.
-    apart = [max(point.difference, 1e-17) for point in points]
-    moved = [np.nan if p.switched is None else max(p.switched, 1e-17) for p in points]
+    apart = [max(point["difference"], 1e-17) for point in points]
+    moved = [np.nan if p["switched"] is None else max(p["switched"], 1e-17) for p in points]
     difference.semilogy(steps, apart, color="#000000", linewidth=1.5)
     difference.semilogy(steps, moved, color=STYLES["switched"]["color"], linestyle=":")
     tolerance = TRAINING_TOLERANCE[settings.dtype]
     difference.axhline(tolerance, color="#999999", linewidth=1, linestyle=":")
-    difference.annotate(
-        "tolerance", (steps[0], tolerance), (0, -11), textcoords="offset points", color="#666666"
-    )
+    where: dict[str, Any] = {"xytext": (0, -11), "textcoords": "offset points"}
+    difference.annotate("tolerance", (steps[0], tolerance), color="#666666", **where)
     difference.set(title="Parameters, PyTorch vs JAX", xlabel="step", ylabel="relative difference")
     for axes in (accuracy, epsilon, difference):
         axes.spines[["top", "right"]].set_visible(False)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +12,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import dualdp.torch as dpt
-from dualdp import Ledger
+from dualdp import Ledger, PrivacyPlan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp_tools.compare import digits
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
-    from dualdp_tools.compare.experiment import ExperimentOptions
+from dualdp_tools.compare.options import ExperimentOptions
 
 
 class MLP(nn.Module):
@@ -65,9 +62,8 @@ class TorchRun:
     ledger: Ledger
     layout: Sequence[ParameterMap]  # the matched parameters of the JAX run, for the same noise
 
-    def __init__(
-        self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
-    ) -> None:
+    def __init__(self, settings: ExperimentOptions) -> None:
+        train, held_out = digits.load()
         dtype = getattr(torch, settings.dtype)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)  # initial weights are public
@@ -86,13 +82,10 @@ class TorchRun:
     def private_step(self, step: int) -> None:
         """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
         rows = torch.as_tensor(self.plan.batch_indices(step))
+        batch = (array[rows] for array in self.train)
+        bound, physical = self.ledger.max_grad_norm, self.plan.physical_batch_size
         total = dpt.clipped_grad_sum(
-            loss_fn,
-            self.model,
-            *(array[rows] for array in self.train),
-            max_grad_norm=self.ledger.max_grad_norm,
-            clipping=self.plan.clipping,
-            physical_batch_size=self.plan.physical_batch_size,
+            loss_fn, self.model, *batch, max_grad_norm=bound, physical_batch_size=physical
         )
         self.ledger.record(step)
         grads = dpt.noisy_mean(total.grads, self.plan, step, layout=self.layout)

@@ -59,7 +59,7 @@ MISTAKES = {
     "audit --seed -1": "seed=-1 is out of range",
     "audit --steps 0": "num_steps=0 is out of range",
     "compare": "Missing option '--out'",
-    "compare --out {}/file": "can't be written",
+    "compare --out {}/file": "file' is a file",
     f"{COMPARE} --steps 0": "num_steps=0 is out of range",
     f"{COMPARE} --model rnn": "'rnn' is not one of 'cnn', 'mlp'",
     f"{COMPARE} --target-epsilon -1": "target_epsilon=-1.0 is out of range",
