@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line, benchmarks, comparison of both backends, and scaling forecasts."""
+"""Command line, and the comparison of both backends."""

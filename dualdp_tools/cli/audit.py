@@ -34,13 +34,10 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
-    with working("Training with canaries"):
+    with working("Training with canaries and looking at what comes out"):
         tested = _ours(stack, noise_multiplier, noise) if step is None else _own(step)
         found = run_audit(tested, num_steps=steps, num_canaries=canaries, seed=seed)
-    report = None
-    if check:
-        with working("Checking the step"):
-            report = check_private_step(tested, seed=seed)
+        report = check_private_step(tested, seed=seed) if check else None
     if as_json:
         checks = {} if report is None else {"checks": [asdict(it) for it in report.checks]}
         typer.echo(json.dumps(asdict(found) | checks, indent=2))

@@ -100,9 +100,8 @@ class Run:
         """Print the run with its epsilon as JSON, or as a table with the meaning of each number."""
         with working("Accounting"):
             epsilon = get_epsilon(**numbers, delta=self.delta, **self.setting)
-        protects = "example"
-        if self.group_size != 1:
-            protects = f"user with at most {self.group_size} examples"
+        several = f"user with at most {self.group_size} examples"
+        protects = "example" if self.group_size == 1 else several
         record = {"epsilon": epsilon, **asked, "delta": self.delta, **numbers}
         for name in ("accountant", "sampler", "neighboring_relation"):
             record[name] = getattr(self, name)

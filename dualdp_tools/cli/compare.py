@@ -39,8 +39,7 @@ def compare(settings: ExperimentOptions, out: Folder) -> None:
     with console.status("Comparing per-sample gradients ..."):
         experiment.compare_gradients()
     console.print(_gradient_table(experiment))
-    training = experiment.train()
-    for _ in track(training, "training on both stacks", settings.steps, console=console):
+    for _ in track(experiment.train(), "training on both stacks", settings.steps, console=console):
         pass
     console.print(_training_table(experiment))
     with console.status("Timing private and plain steps in turn ..."):

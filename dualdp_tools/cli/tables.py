@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
@@ -33,8 +33,7 @@ CANDIDATES = (
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Lines with one number or word for each column, and a sentence about them."""
 
     caption: str
@@ -48,8 +47,7 @@ class Comparison:
             return
         table = Table(*columns(*self.lines[0]), title=title, caption=self.caption)
         for line in self.lines:
-            values = line.values()
-            table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+            table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in line.values()))
         Console().print(table)
         typer.echo(self.verdict)
 
@@ -192,11 +190,10 @@ def units(run: Run, target_epsilon: float, counts: Path | None) -> Comparison:
             "of each user, not all 0."
         )
     lines: list[dict[str, Any]] = []
-    for size in [g for g in GROUPS if g < 2 * int(rows.max())]:
+    most = 2 * int(rows.max())
+    for size in [g for g in GROUPS if g < most and np.minimum(rows, g).sum() >= batch_size]:
         kept = np.minimum(rows, size)
         rate = batch_size / float(kept.sum())
-        if rate > 1:
-            continue
         apart, share = math.sqrt(kept[kept > 0].mean()), float(kept.sum() / rows.sum())
         for drawn, group_size in (("user", 1), ("example", size)):
             is_user = drawn == "user"

@@ -67,9 +67,9 @@ def verdict(found: Verification) -> str:
     if found.passed and found.is_whole:
         return f"The ledger is whole and true: {epsilon}"
     planned = "" if plan.num_steps is None else f" of {plan.num_steps} planned"
-    covered = f"the {found.num_steps}{planned} steps that it covers"
+    true = f"What the ledger says is true, for the {found.num_steps}{planned} steps that it covers"
     said = ["The ledger is CUT SHORT of its plan."] if found.covers_the_plan is False else []
-    said += [f"What the ledger says is true, for {covered}: {epsilon}" if found.passed else failed]
+    said += [f"{true}: {epsilon}" if found.passed else failed]
     if not found.covers_the_plan:
         said.append("It does not show whether the run stopped there or went on.")
         if math.isfinite(found.epsilon_of_the_plan):
@@ -80,15 +80,15 @@ def verdict(found: Verification) -> str:
 def facts(found: Verification, plan: PrivacyPlan) -> dict[str, str]:
     """Return name -> value of the released quantities and settings, from the ledger alone."""
     releases, unit = found.releases, PROTECTED[plan.unit]
-    bounds = [release[3:4] for release in releases]
-    if not plan.is_adaptive:
-        bounds = [[plan.max_grad_norm_at(step)] for step in range(found.num_steps)]
+    bounds: Iterable[float] = map(plan.max_grad_norm_at, range(found.num_steps))
+    if plan.is_adaptive:
+        bounds = (release[3] for release in releases)
     return {
         "Released": f"{len(releases)} noisy sums of clipped gradients, and all made of them",
         f"{plan.unit.capitalize()}s": f"{plan.num_examples}; one {unit} is what is protected",
         "Relation": f"{plan.neighboring_relation}: {_neighbors(plan)}",
         "Sampler": f"{plan.sampler}, sample rate {_range(r[2] for r in releases)}",
-        "Clipping": f"{plan.clipping}, max_grad_norm {_range(c for (c,) in bounds)}",
+        "Clipping": f"{plan.clipping}, max_grad_norm {_range(bounds)}",
         "Noise": f"{plan.noise}, accounted multiplier {_range(r[1] for r in releases)}",
         "Code": f"dualdp {found.records[0].get('version')}, accountant {plan.accountant}",
     }

@@ -2,7 +2,7 @@
 """Handwritten digits bundled with scikit-learn: real data without a download.
 
 Source: Alpaydin & Kaynak 1998, "Optical recognition of handwritten digits" (UCI); 1,797 images of
-8 x 8 pixels, 16 grey levels.
+8 x 8 pixels, 16 grey levels, 10 classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_HELD_OUT = 360
-NUM_CLASSES = 10
 
 
 class Split(NamedTuple):

@@ -66,17 +66,15 @@ class Experiment:
         whole = np.sqrt(sum(_norms(grads) ** 2 for grads in there.values()))
         for leaf, grads in there.items():
             apart = ours[leaf.torch_name] - grads
-            norms = _norms(apart)
-            tolerated = GRADIENT_TOLERANCE[dtype] * _norms(grads)
-            tolerated = tolerated + WHOLE_NORM_TOLERANCE[dtype] * whole
+            norms, far = _norms(grads), _norms(apart)
+            tolerated = GRADIENT_TOLERANCE[dtype] * norms + WHOLE_NORM_TOLERANCE[dtype] * whole
             row: Row = {"torch_name": leaf.torch_name, "jax_path": leaf.jax_path}
             row |= {"shape": leaf.torch_shape, "largest": float(np.abs(apart).max())}
-            row["relative"] = float((norms / _norms(grads)).max())
-            row["excess"] = float((norms / tolerated).max())  # at most 1 passes
-            self.gradients.append(row)
+            row["relative"] = float((far / norms).max())
+            self.gradients.append(row | {"excess": float((far / tolerated).max())})
 
     def train(self) -> Iterator[int]:
-        """Run the plan on both stacks; yield each step, and note a `Point` at about 20 of them."""
+        """Run the plan on both stacks; yield each step, and add to `points` at about 20 of them."""
         switch, steps = self.settings.switch_at, self.settings.steps
         shown = {*np.linspace(1, steps, min(21, steps), dtype=int), switch}
         self.torch.follow(self.plan)
@@ -110,13 +108,11 @@ class Experiment:
             moved = run.parameters()
             switched = float(np.max([_relative(moved[path], theirs[path]) for path in theirs]))
         y, logits = self.held_out.y, {run.name: run.logits() for run in self.runs}
+        losses = {name: logsumexp(z, 1) - z[range(len(y)), y] for name, z in logits.items()}
         return {
             "step": step,
             "epsilon": {run.name: run.ledger.get_epsilon() for run in self.runs},
-            "loss": {
-                name: float(np.mean(logsumexp(z, 1) - z[range(len(y)), y]))
-                for name, z in logits.items()
-            },
+            "loss": {name: float(np.mean(array)) for name, array in losses.items()},
             "accuracy": {name: float(np.mean(z.argmax(1) == y)) for name, z in logits.items()},
             "difference": apart[worst],  # of the parameters, |torch - jax| / |jax|, L2 norms
             "parameter": names[worst],
@@ -181,8 +177,7 @@ class Experiment:
 
 def _norms(grads: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """(n, *shape) -> (n,) L2 norms in float64."""
-    rows = grads.reshape(len(grads), -1).astype(float)
-    return np.asarray(np.linalg.norm(rows, axis=1))
+    return np.asarray(np.linalg.norm(grads.reshape(len(grads), -1).astype(float), axis=1))
 
 
 def _relative(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:

@@ -24,7 +24,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(8, 8) -> (10,) logits of one example."""
         x = jnp.tanh(nn.Dense(64, name="hidden")(x.reshape(-1)))
-        return nn.Dense(digits.NUM_CLASSES, name="head")(x)
+        return nn.Dense(10, name="head")(x)
 
 
 class CNN(nn.Module):
@@ -38,7 +38,7 @@ class CNN(nn.Module):
             x = jnp.tanh(nn.Conv(features, (3, 3), padding=1, name=name)(x))
             x = nn.avg_pool(x, (2, 2), strides=(2, 2))
         x = x.transpose(2, 0, 1).reshape(-1)  # (2, 2, 32) -> torch's order of channels and pixels
-        return nn.Dense(digits.NUM_CLASSES, name="head")(x)
+        return nn.Dense(10, name="head")(x)
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
@@ -64,9 +64,8 @@ class JaxRun:
         self.loss_fn, self._apply = loss_fn, jax.jit(jax.vmap(model.apply, (None, 0)))
         self.train = jnp.asarray(train.x, self.dtype), jnp.asarray(train.y, jnp.int32)
         self.held_out = jnp.asarray(held_out.x, self.dtype)
-        self.params = model.init(jax.random.key(settings.seed), self.train[0][0])
         self.optimizer = optax.sgd(settings.learning_rate, momentum=settings.momentum)
-        self.start(self.params)
+        self.start(model.init(jax.random.key(settings.seed), self.train[0][0]))
         self._plain = jax.jit(self._plain_update)
 
     def start(self, params: Any) -> None:
@@ -103,8 +102,8 @@ class JaxRun:
     def plain_step(self, step: int) -> None:
         """Take the same step without privacy, for timing."""
         plan = self.engine.plan
-        rows = plan.batch_indices(step)
-        rows = np.resize(rows, round(plan.expected_batch_size_at(step)))  # one static shape
+        # Of one static shape; JAX would compile a step for each size of a drawn batch.
+        rows = np.resize(plan.batch_indices(step), round(plan.expected_batch_size_at(step)))
         batch = (array[rows] for array in self.train)
         self.params, self.optimizer_state = self._plain(self.params, self.optimizer_state, *batch)
 

@@ -65,9 +65,8 @@ def picture(experiment: Experiment) -> Any:
     difference.semilogy(steps, apart, color="#000000", linewidth=1.5)
     difference.semilogy(steps, moved, color=STYLES["switched"]["color"], linestyle=":")
     tolerance = TRAINING_TOLERANCE[settings.dtype]
-    difference.axhline(tolerance, color="#999999", linewidth=1, linestyle=":")
-    where: dict[str, Any] = {"xytext": (0, -11), "textcoords": "offset points"}
-    difference.annotate("tolerance", (steps[0], tolerance), color="#666666", **where)
+    difference.axhline(tolerance, color="#999999", linewidth=1, linestyle=":", label="tolerance")
+    difference.legend(frameon=False)
     difference.set(title="Parameters, PyTorch vs JAX", xlabel="step", ylabel="relative difference")
     for axes in (accuracy, epsilon, difference):
         axes.spines[["top", "right"]].set_visible(False)

@@ -24,7 +24,7 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = nn.Linear(64, 64)
-        self.head = nn.Linear(64, digits.NUM_CLASSES)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, 8, 8) -> (n, 10) logits."""
@@ -38,7 +38,7 @@ class CNN(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.head = nn.Linear(32 * 2 * 2, digits.NUM_CLASSES)
+        self.head = nn.Linear(32 * 2 * 2, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, 8, 8) -> (n, 10) logits."""
@@ -59,7 +59,6 @@ class TorchRun:
     """Model, data and optimizer of one run."""
 
     name = "torch"
-    ledger: Ledger
     layout: Sequence[ParameterMap]  # the matched parameters of the JAX run, for the same noise
 
     def __init__(self, settings: ExperimentOptions) -> None:
