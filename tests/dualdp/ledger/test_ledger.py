@@ -280,15 +280,6 @@ def test_the_count_of_an_adaptive_bound_is_noisy(noise):
         np.testing.assert_allclose(halves, np.round(halves), atol=1e-9)
 
 
-def test_the_count_of_a_seed_is_the_same_each_time():
-    plan = make(max_grad_norm=AdaptiveNorm(1.0), seed=5)
-    ledger, again = Ledger(plan), Ledger(plan)
-    first = ledger.noisy_fraction(30, 50)
-    assert first == ledger.noisy_fraction(30, 50) == again.noisy_fraction(30, 50)
-    ledger.record(0, noisy_fraction=first)
-    assert ledger.noisy_fraction(30, 50) != first
-
-
 def test_an_adaptive_bound_needs_its_count():
     adaptive = AdaptiveNorm(1.0, count_noise_multiplier=1.0)
     ledger = run(make(max_grad_norm=adaptive, accountant="pld"), 4)

@@ -3,6 +3,7 @@
 
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from scipy.special import ndtr
@@ -81,3 +82,51 @@ def test_what_underflows_is_not_amplified():
     run = {"noise_multiplier": 0.032, "sample_rate": 0.01, "num_steps": 200, "delta": 1e-5}
     bins = get_epsilon(**run, sampler="balls_in_bins")
     assert bins == get_epsilon(**run, sampler="shuffle")
+
+
+@pytest.mark.parametrize("sigma", [0.7, 5000.0])
+def test_points_are_thinned_and_bounded(sigma):
+    """A hundred million steps have few points, of which none is taken for its neighbour."""
+    atoms = balls_in_bins.one_epoch(sigma, 10**8, 1e-20)
+    assert atoms.q.size < 1 << 21
+    assert abs(float(atoms.q.sum()) - 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sigma", "step", "low"),
+    [(0.1, 1e45, 0.0), (0.6, 2.28, 0.0), (1.0, 0.04, 0.0), (2.0, 0.016, 0.0), (5.0, 6e-3, 0.0)]
+    + [(5.0, 6e-3, 0.02), (50.0, 6e-4, 0.88), (1e4, 3e-6, 0.9993), (30.0, 0.3, 0.31)],
+)
+@mp.workdps(400)
+def test_the_masses_of_one_step_are_exact(sigma, step, low):
+    """Where two cells meet, against their closed form in 400 digits."""
+    # far masses are differences of numbers near 1, hence the digits
+    highest = math.exp((1 + 13 * sigma) / (2 * sigma**2))
+    one = balls_in_bins.coordinate(sigma, step, low, highest)
+    size = one.q.size
+    s, h = mp.mpf(sigma), mp.mpf(step)
+
+    def place(j):
+        return s * mp.log(j * h) + 1 / (2 * s)
+
+    def below(j, shift):
+        return mp.erfc((shift - place(j)) / mp.sqrt(2)) / 2 if j else mp.mpf(0)
+
+    def cell(j):
+        mass, mean = (below(j + 1, shift) - below(j, shift) for shift in (0, 1 / s))
+        up = (mean - j * h * mass) / h
+        return up, mass - up
+
+    checked = 0
+    edges = [int(sigma / width) - one.first + 2 for width in (2**-6, 2**-12)]
+    for i in {1, 2, 3, 7, 40, 300, 3000, 50_000, 200_000, size - 2, *edges}:
+        if not 0 < i < size - 1:
+            continue
+        truth = cell(one.first + i - 1)[0] + cell(one.first + i)[1]
+        if truth > 1e-250:
+            assert abs(one.q[i] / truth - 1) < one.error
+            checked += 1
+    if one.first == 0 and cell(0)[1] > 1e-25:
+        assert abs(one.q[0] / cell(0)[1] - 1) < one.error
+    assert checked >= 3
+    assert one.error < 2e-10

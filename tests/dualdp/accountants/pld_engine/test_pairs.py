@@ -29,7 +29,9 @@ def group(size, sigma, rate, steps):
     return made
 
 
-@pytest.mark.parametrize("size", [2, 16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 64))]
+)
 @pytest.mark.parametrize("run", MIXTURES)
 def test_bounds_of_a_group_meet(run, size):
     *settings, delta = run
