@@ -19,36 +19,27 @@ from tests.cases import pairs
 from tests.dualdp.porting.test_layouts import jax_net
 from tests.mistakes import refused
 
+SGD, ADAM, DECAY = torch.optim.SGD, torch.optim.Adam, optax.add_decayed_weights
+NESTEROV = optax.sgd(0.01, 0.9, nesterov=True)
+BC = {"weight_decay": 0.1, "floor": 0.1}
 #: Name -> torch's class and settings, and optax's transformation with the same updates.
 CASES = {
-    "sgd": (torch.optim.SGD, {}, optax.sgd(0.01)),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}, optax.sgd(0.01, momentum=0.9)),
+    "sgd": (SGD, {}, optax.sgd(0.01)),
+    "momentum": (SGD, {"momentum": 0.9}, optax.sgd(0.01, momentum=0.9)),
     "nesterov_decay": (
-        torch.optim.SGD,
+        SGD,
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.01, 0.9, nesterov=True)),
+        optax.chain(DECAY(0.01), NESTEROV),
     ),
     "dampening": (
-        torch.optim.SGD,
+        SGD,
         {"momentum": 0.9, "dampening": 0.3},
         optax.chain(optax.scale(0.7), optax.sgd(0.01, 0.9)),
     ),
-    "adam": (
-        torch.optim.Adam,
-        {"betas": (0.8, 0.95), "eps": 1e-3},
-        optax.adam(0.01, 0.8, 0.95, eps=1e-3),
-    ),
-    "adam_l2": (
-        torch.optim.Adam,
-        {"weight_decay": 0.1},
-        optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)),
-    ),
+    "adam": (ADAM, {"betas": (0.8, 0.95), "eps": 1e-3}, optax.adam(0.01, 0.8, 0.95, eps=1e-3)),
+    "adam_l2": (ADAM, {"weight_decay": 0.1}, optax.chain(DECAY(0.1), optax.adam(0.01))),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}, optax.adamw(0.01, weight_decay=0.1)),
-    "adam_bc": (
-        dpt.AdamBC,
-        {"weight_decay": 0.1, "floor": 0.1},
-        dpj.adam_bc(0.01, weight_decay=0.1, floor=0.1),
-    ),
+    "adam_bc": (dpt.AdamBC, BC, dpj.adam_bc(0.01, **BC)),
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 STEPS = 50
@@ -179,10 +170,8 @@ def test_50_updates_with_two_crossings_are_50_updates(case, dtype, first):
 def test_counters_are_torchs_or_the_position(case, expected):
     """SGD counts nothing, so a schedule beside it goes on at the run's position."""
     here = Torch(case, "float32")
-    optimizer = {
-        "momentum": optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9),
-        "adam": optax.adam(optax.linear_schedule(1.0, 0.0, 10)),
-    }[case]
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    optimizer = optax.adam(rate) if case == "adam" else optax.sgd(rate, momentum=0.9)
     like = Jax(here, optimizer).state
     here.step(next(gradients("float32")))
     state = to_jax(here.model, here.optimizer, like, position=7)

@@ -124,8 +124,7 @@ def test_a_run_with_correlated_noise_switches_too(tmp_path):
     ("twin", "optimizer", "first", "second"),
     [
         ("mlp", "adam", 3, 8),
-        pytest.param("cnn", "momentum", 1, 6, marks=pytest.mark.slow),
-        pytest.param("lstm", "sgd", 5, 11, marks=pytest.mark.slow),
+        pytest.param("lstm", "momentum", 5, 11, marks=pytest.mark.slow),
         pytest.param("gpt", "adam_bc", 2, 4, marks=pytest.mark.slow),
     ],
 )

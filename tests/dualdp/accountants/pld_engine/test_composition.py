@@ -143,7 +143,7 @@ CORNER = 0.03
         (20, 1, False, {}),
         (12, 50, False, {"neighboring_relation": "replace"}),
         (12, 51, False, {"accountant": "rdp"}),
-        pytest.param(40, 2, True, {}, marks=pytest.mark.slow),
+        pytest.param(20, 2, True, {}, marks=pytest.mark.slow),
     ],
 )
 def test_epsilon_is_monotone(count, seed, extreme, options):
