@@ -102,7 +102,7 @@ def test_another_accountant_can_be_registered(monkeypatch):
     assert type(accountants.create("prv")) is accountants.PLDAccountant
 
 
-@pytest.mark.parametrize("target", [1e-3, 0.7, 90.0])
+@pytest.mark.parametrize("target", [1e-3, 0.7, 90.0, 1e4])
 def test_a_search_evaluates_what_it_returns(target):
     asked = []
 

@@ -175,6 +175,7 @@ def test_a_torn_last_line_counts_as_a_release(tmp_path, cut):
     ledger = run(make(), 6, path=path)
     ledger.close()
     path.write_text(path.read_text()[:-cut])
+    assert len(Ledger.resume(path.read_text(), plan=make(), step=6)) == 6
     again = resumed(ledger, 4)
     assert (len(again), again.position) == (6, 4)
     release(again, 4)

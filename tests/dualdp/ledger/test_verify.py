@@ -180,6 +180,9 @@ def test_a_seed_is_a_failure_unless_it_is_allowed():
     for name in ("epsilon by PLD", "epsilon by RDP"):
         assert detail(found, name).endswith("if the noise were secret (seed=3 tells it)")
     assert verify(text, allow_seed=True).passed
+    stricter = {**Ledger.read(text)[0]["plan"], "target_epsilon": 0.1}
+    found = verify(forge(text, changed(0, plan=stricter)), allow_seed=True)
+    assert found.failures == ("epsilon is within its target",)
 
 
 def test_notes_are_listed():
