@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp.randomness.threefry import bits, bits_at, fold_in, normal, threefry2x32
+from dualdp.randomness.threefry import bits, fold_in, normal, threefry2x32
 
 KEY = np.array([7, 11], np.uint32)
 
@@ -32,13 +32,6 @@ def test_a_stream_is_a_function_of_position(width):
     np.testing.assert_array_equal(bits(KEY, 1000, width=width), long[:1000])
     assert np.unique(long).size > 0.999 * long.size
     assert bits(KEY, (0, 4), width=width).shape == (0, 4)
-
-
-def test_words_at_places_are_those_of_the_stream():
-    some = np.array([0, 5, 70_000, 3])
-    for width in (32, 64):
-        whole = bits(KEY, 70_001, width=width)
-        np.testing.assert_array_equal(bits_at(KEY, some, width=width), whole[some])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
