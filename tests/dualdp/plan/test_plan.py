@@ -5,7 +5,10 @@ import dataclasses
 import json
 import math
 import pickle
+import sys
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,3 +214,36 @@ def test_what_does_not_fit_is_refused():
     refused(grouped(group_shares={}), TypeError, "group_shares={} holds no group")
     words = r"max_grad_norm\['a'\]=0.0 is out of range"
     refused(grouped(max_grad_norm={"a": 0.0}), ValueError, words)
+
+
+RUN = {
+    **{"num_examples": 50_000, "expected_batch_size": 512, "num_steps": 2000},
+    **{"max_grad_norm": 1.0, "delta": 1e-5},
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "most", "files"),
+    [
+        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 8),
+        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 6),
+        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 8),
+    ],
+    ids=["epsilon", "new", "calibrate"],
+)
+def test_a_plan_makes_few_calls(use, most, files):
+    """Calls of our Python functions, and files entered: the same numbers on every machine."""
+    folder, found = str(Path(dualdp.__file__).parent), Counter()
+
+    def note(frame, event, argument):
+        if event == "call" and folder in frame.f_code.co_filename:
+            found[frame.f_code.co_filename] += 1
+
+    use()  # what is computed once
+    sys.setprofile(note)
+    try:
+        use()
+    finally:
+        sys.setprofile(None)
+    assert 0 < found.total() <= most, found
+    assert len(found) <= files, found
