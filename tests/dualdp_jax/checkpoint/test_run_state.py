@@ -26,13 +26,13 @@ from tests.dualdp_jax.checkpointed import (
     train,
 )
 
+ADAPTIVE = {"max_grad_norm": AdaptiveNorm(0.3)}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", ["fast", "portable"])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, noise, adaptive):
+@pytest.mark.parametrize(("noise", "changes"), [("fast", {}), ("portable", ADAPTIVE)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, noise, changes):
     path = tmp_path / "run.ckpt"
-    changes = {"max_grad_norm": AdaptiveNorm(0.3)} if adaptive else {}
     engine, step, state, loader = start(make_plan(noise=noise, **changes))
     state = train(step, state, loader, 3)
     dpj.save_checkpoint(path, state=state, engine=engine)
@@ -53,6 +53,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, noise, adaptive):
     assert again.get_epsilon(delta=1e-3) > spent
 
 
+@pytest.mark.slow
 def test_steps_that_run_again_are_further_releases(tmp_path):
     """known_failures 17: with other noise and other batches, and all of them accounted."""
     path = tmp_path / "run.ckpt"
@@ -68,6 +69,7 @@ def test_steps_that_run_again_are_further_releases(tmp_path):
     assert again.get_epsilon(delta=1e-3) > 1.02 * spent
 
 
+@pytest.mark.slow
 def test_two_resumed_runs_differ(tmp_path):
     """In noise and batches, from copies of one checkpoint, each with a ledger of its own."""
     plan = make_plan(seed=None, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=30)
@@ -85,6 +87,7 @@ def test_two_resumed_runs_differ(tmp_path):
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_be_recalibrated(tmp_path, monkeypatch):
     """Two steps ran twice, and all planned steps fit the target all the same."""
     path, plan = tmp_path / "run.ckpt", make_plan(seed=None, noise_multiplier=2.0)
@@ -97,19 +100,17 @@ def test_a_resumed_run_may_be_recalibrated(tmp_path, monkeypatch):
     draw, drawn = NoiseSource.drawn, []
 
     def watched(source, sums, release, bits):
-        noise = draw(source, sums, release, bits)
-        drawn.append((release, noise))
-        return noise
+        drawn.append((release, draw(source, sums, release, bits)))
+        return drawn[-1][1]
 
     monkeypatch.setattr(NoiseSource, "drawn", watched)
-    step, state, loader = again.resume(**given, recalibrate=True)
+    run = again.resume(**given, recalibrate=True)
     with pytest.raises(AccountingError, match="Expected the engine of load_checkpoint, once"):
         again.resume(**given)
-    assert train(step, state, loader).step == STEPS
-    assert again.ledger.segments[-1].noise_scale > 1
-    assert len(drawn) == STEPS
+    assert train(*run).step == len(drawn) == STEPS
     assert 0.9 * plan.target_epsilon < again.get_epsilon() <= plan.target_epsilon
     scale = again.ledger.segments[-1].noise_scale
+    assert scale > 1
     for release, noise in drawn:
         assert release.noise_multiplier == pytest.approx(2.0 * scale)
         assert noise.source.stddev == pytest.approx(release.draw_stddev)
@@ -141,17 +142,19 @@ def noisy(example, key):
     return x + jax.random.normal(key, x.shape) / 10, y
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "text"),
-    [
-        ({"views": 2, "augment": noisy}, {}, r"views=1, but .* views=2"),
-        ({}, {"views": 2, "augment": noisy}, r"views=2, but .* views=1"),
-        ({"trainable": {"w": False, "v": True, "b": True}}, {}, r"The leaves \['w'\] are trained"),
-        ({}, {"trainable": {"w": True, "v": True, "b": False}}, r"The leaves \['b'\] are trained"),
-    ],
-)
-def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, before, after, text):
+VIEWS = {"views": 2, "augment": noisy}
+CHANGES = {
+    "views": (VIEWS, {}, r"views=1, but .* views=2"),
+    "no views": ({}, VIEWS, r"views=2, but .* views=1"),
+    "frozen": ({"trainable": {"w": False, "v": True, "b": True}}, {}, r"The leaves \['w'\] are t"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, name):
     """An optimizer without a state does not show which leaves it trains."""
+    before, after, text = CHANGES[name]
     usual = {"optimizer": optax.sgd(0.1), "loss_fn": of_view, "needs_key": False}
     path = saved(tmp_path, 2, **usual, **before)
     with pytest.raises(ValueError, match=text):
@@ -160,5 +163,4 @@ def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, before, after
     state, engine = dpj.load_checkpoint(path, like=like)
     dpj.save_checkpoint(path, state=state, engine=engine)  # before it goes on
     engine.ledger.close()
-    engine, step, state, loader = load(path, **usual, **before)
-    assert train(step, state, loader).step == STEPS
+    assert train(*load(path, **usual, **before)[1:]).step == STEPS

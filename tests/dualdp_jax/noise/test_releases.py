@@ -39,6 +39,7 @@ def assert_independent(drawn):
         assert independent(drawn[:, column], drawn[:, (column + 1) % drawn.shape[1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
 def test_releases_share_no_noise(mode):
     """Without a seed: between steps, leaves and segments, whose steps have the same numbers."""
@@ -71,40 +72,3 @@ def test_keys_inside_jit_share_no_noise():
     assert declared(1.3 * 0.7, drawn)
     assert_independent(drawn)
     engine.detach()
-
-
-def test_runs_of_one_checkpoint_share_no_noise(tmp_path):
-    """The same steps, from copies of one checkpoint and in the run that wrote it."""
-    given = {
-        "loss_fn": lambda p, x: 0.0 * (p["w"].sum() * x),
-        "params": {"w": jnp.zeros(5000)},
-        "optimizer": runs.keeper(),
-        "data": (np.ones(1000, np.float32),),
-        "checks": 0,
-    }
-    plan, found = make_plan(), []
-
-    def steps(step, state, loader):
-        for batch in loader.remaining():
-            state, _ = step(state, batch)
-            found.append(50 * np.asarray(state.opt_state["w"], np.float64))
-            if batch.step == 2:
-                return
-
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(plan=plan, **given)
-    dpj.save_checkpoint(tmp_path / "run", state=state, engine=engine)
-    text = (tmp_path / "run.ledger").read_text()
-    steps(step, state, loader)
-    engine.detach()
-    for name in "ab":
-        copied = tmp_path / f"{name}.ledger"
-        copied.write_text(text)
-        like = dpj.TrainState.create(given["params"], runs.keeper())
-        _, again = dpj.load_checkpoint(tmp_path / "run", like=like, ledger=copied)
-        steps(*again.resume(**given))
-        again.detach()
-    assert len(found) == 9
-    for number, one in enumerate(found):
-        assert declared(1.3 * 0.7, one)
-        assert all(independent(one, other) for other in found[:number])
