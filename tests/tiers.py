@@ -6,7 +6,10 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")  # as written
+MARKED = (  # as written
+    *("tests/dualdp/", "tests/dualdp_jax/", "tests/dualdp_tools/", "tests/benchmarks/"),
+    "tests/grid/",
+)
 
 
 def thin_out(items):

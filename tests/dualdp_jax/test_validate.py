@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import dualdp_jax as dpj
@@ -44,6 +45,8 @@ def test_a_leaf_that_cannot_be_trained_is_named():
         params, loss = {"w": jnp.ones(3), "other": leaf}, lambda p, x: x @ p["w"]
         (found,) = dpj.validate(loss, params, X)
         assert "The parameter 'other' is" in found.reason
+        with pytest.raises(TypeError, match="The parameter 'other' is .*freeze it by trainable="):
+            dpj.per_sample_grads(loss, params, X)
         assert dpj.validate(loss, params, X, trainable={"w": True, "other": False}) == []
 
 
