@@ -94,7 +94,7 @@ def test_what_a_chunk_has_is_not_given_beside_it():
 
 
 @pytest.mark.slow
-def test_constants_of_the_loss_may_be_as_many_as_the_rows_of_a_chunk():
+def test_constants_may_be_as_many_as_the_rows_of_a_chunk():
     """The loader looked at all of the data, whose number of rows is another one."""
     plan = runs.make_plan(physical_batch_size=3)
     loader = dpj.PrivacyEngine().make_loader(data=(X, (1.0, 2.0, 0.5)), plan=plan)

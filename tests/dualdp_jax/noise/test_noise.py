@@ -198,38 +198,46 @@ def test_noise_keys_are_fresh():
     assert len(engine.ledger) == 600
 
 
-CONSTANTS = {
-    "no key": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0))(s),
-    "a constant": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0, key=KEY))(s),
-    "vmap": lambda plan, s: jax.vmap(lambda s: dpj.noisy_mean(s, plan, 0))(s),
-    "scan": lambda plan, s: jax.lax.scan(
-        lambda carry, s: (carry, dpj.noisy_mean(s, plan, 0, key=KEY)), 0, s
+CONSTANT, IN_VMAP = "where every turn would add the", "is inside vmap|is inside jit, scan, vmap"
+
+
+def mean_of(plan, **key):
+    return lambda s: dpj.noisy_mean(s, plan, 0, **key)
+
+
+def over_a_mesh(call, sums):
+    mesh, rows = jax.make_mesh((1,), ("x",)), jax.P("x")
+    sums = jax.device_put(sums, jax.NamedSharding(mesh, rows))
+    run = jax.shard_map(call, mesh=mesh, in_specs=(rows, jax.P()), out_specs=rows)
+    return jax.jit(run)(sums, KEY)
+
+
+TRACED = {
+    "no key": (lambda s, p, k, tx: jax.jit(mean_of(p))(s), CONSTANT),
+    "a constant": (lambda s, p, k, tx: jax.jit(mean_of(p, key=KEY))(s), CONSTANT),
+    "vmap": (lambda s, p, k, tx: jax.vmap(mean_of(p))(s), CONSTANT),
+    "scan": (lambda s, p, k, tx: jax.lax.map(mean_of(p, key=KEY), s), CONSTANT),
+    "add_noise": (lambda s, p, k, tx: jax.jit(tx.update)(s, tx.init(s)), CONSTANT),
+    "keys of vmap": (lambda s, p, k, tx: jax.vmap(k)(s, np.stack([KEY, KEY + 1])), IN_VMAP),
+    "a key in vmap": (lambda s, p, k, tx: jax.jit(jax.vmap(k, (0, None)))(s, KEY), IN_VMAP),
+    "add_noise in vmap": (
+        lambda s, p, k, tx: jax.vmap(lambda s: tx.update(s, tx.init(s), key=KEY))(s),
+        IN_VMAP,
     ),
-    "add_noise": lambda plan, s: jax.jit(dpj.add_noise(plan).update)(
-        s, dpj.add_noise(plan).init(s)
+    "shard_map": (
+        lambda s, p, k, tx: over_a_mesh(k, s),
+        r"is inside shard_map or pmap, over \['x'\]",
     ),
 }
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("name", TRACED)
 def test_a_traced_function_needs_a_key_that_is_data(name):
-    """known_failures 79: the same noise at every call, and the key inside the program."""
-    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    with pytest.raises(TypeError, match="where every turn would add the"):
-        CONSTANTS[name](plan, sums)
-
-
-@pytest.mark.parametrize("axis", [None, 0])
-def test_noise_inside_vmap_is_refused(axis):
-    """known_failures 79: vmap(add_noise) gave one noise to all members."""
-    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    tx = dpj.add_noise(plan)
-    key = KEY if axis is None else np.stack([KEY, KEY + 1])
-    mean = jax.vmap(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k), in_axes=(0, axis))
-    update = jax.vmap(lambda s, k: tx.update(s, tx.init(s), key=k), in_axes=(0, axis))
-    for call in (mean, update, jax.jit(mean)):
-        with pytest.raises(TypeError, match="is inside vmap|is inside jit, scan, vmap"):
-            call(sums, key)
+    """known_failures 79: the same noise at every call or for all members, and the key inside."""
+    plan, (call, said) = make_plan(), TRACED[name]
+    of_key = lambda s, k: dpj.noisy_mean(s, plan, 0, key=k)  # noqa: E731
+    with pytest.raises(TypeError, match=said):
+        call(jnp.ones((2, 3)), plan, of_key, dpj.add_noise(plan))
 
 
 def test_a_key_that_is_used_twice_is_refused():
@@ -248,26 +256,17 @@ def test_a_key_that_is_used_twice_is_refused():
     assert engine.ledger.get_epsilon() > 0
 
 
-TWO_SUMS = {
-    "twice": lambda mean, a, b, key: (mean(a, key), mean(b, key)),
-    "scan": lambda mean, a, b, key: jax.lax.scan(
-        lambda c, g: (c, mean(g, key)), 0, jnp.stack([a, b])
-    ),
-}
-
-
-@pytest.mark.parametrize("way", TWO_SUMS)
-def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
+def test_one_noise_is_not_given_to_two_sums_of_a_program():
     plan = make_plan(seed=None)
-    engine = on_record(plan, 1)
-
-    def mean(sums, key):
-        return dpj.noisy_mean(sums, plan, 0, key=key)
-
-    program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
-    with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would add"):
-        program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
-    assert len(engine.ledger) == 1
+    engine = on_record(plan, 2)
+    mean = lambda sums, key: dpj.noisy_mean(sums, plan, 0, key=key)  # noqa: E731
+    for twice in (
+        lambda a, b, key: (mean(a, key), mean(b, key)),
+        lambda a, b, key: jax.lax.map(lambda g: mean(g, key), jnp.stack([a, b])),
+    ):
+        with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would"):
+            jax.jit(twice)(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
+    assert len(engine.ledger) == 2
 
 
 REFUSED = {
@@ -285,15 +284,6 @@ def test_what_a_program_can_not_know_is_refused(said):
     with pytest.raises(ValueError, match=said):
         mean(KEY)
     assert len(engine.ledger) == 0
-
-
-def test_noise_inside_shard_map_is_refused():
-    mesh, plan = jax.make_mesh((1,), ("x",)), make_plan()
-    mean = lambda s, k: dpj.noisy_mean(s, plan, 0, key=k)  # noqa: E731
-    specs = {"in_specs": (jax.P("x"), jax.P()), "out_specs": jax.P("x")}
-    sums = jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, jax.P("x")))
-    with pytest.raises(TypeError, match=r"is inside shard_map or pmap, over \['x'\]"):
-        jax.jit(jax.shard_map(mean, mesh=mesh, **specs))(sums, KEY)
 
 
 # ---------------------------------------------------------------------- where it is not
@@ -354,3 +344,52 @@ def test_a_release_that_has_no_noise_stays_on_record(monkeypatch):
     engine.record()
     dpj.noisy_mean(sums, plan, 1)
     assert len(engine.ledger) == 2
+
+
+# ---------------------------------------------------------------------- thousands of releases
+
+SUMS = {"w": jnp.zeros(2), "v": jnp.zeros(1)}
+OF_RELEASES = {"num_examples": 1000, "expected_batch_size": 50, "num_steps": 10, "seed": None}
+OF_RELEASES |= {"noise_multiplier": 1.3, "max_grad_norm": 0.7}
+
+
+def declared(stddev, numbers):
+    """True if the deviation of normals is the declared one, within 5 standard errors."""
+    return abs(numbers.std() / stddev - 1) < 5 / np.sqrt(2 * numbers.size)
+
+
+def independent(one, other):
+    """True if two arrays of normals have no correlation, within 5 standard errors."""
+    return abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(one.size)
+
+
+def assert_independent(drawn):
+    """Noise (releases, numbers), between releases, halves and numbers."""
+    half = len(drawn) // 2
+    for column in range(drawn.shape[1]):
+        assert independent(drawn[:-1, column], drawn[1:, column])
+        assert independent(drawn[:half, column], drawn[half:, column])
+        assert independent(drawn[:, column], drawn[:, (column + 1) % drawn.shape[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_releases_share_no_noise(mode):
+    """Without a seed: between steps, leaves and segments, whose steps have the same numbers."""
+    count = 10_000 if mode == "fast" else 2000
+    plan, mean, half, found = (
+        runs.make_plan(**OF_RELEASES, noise=mode),
+        jax.jit(noised_mean),
+        count // 2,
+        [],
+    )
+    source, stddev = NoiseSource(plan), 1.3 * 0.7
+    for number in range(count):
+        step = number % half  # the second segment runs all steps again
+        release = Release(step, number // half, 0, 0.7, 1.3, stddev, 50.0)
+        drawn = source.drawn(jax.tree.leaves(SUMS), release, noise_bits(None, step))
+        found.append(mean(SUMS, drawn))
+    leaves = [np.stack(leaf) for leaf in zip(*map(jax.tree.leaves, found), strict=True)]
+    drawn = 50 * np.concatenate(leaves, axis=1).astype(np.float64)  # (releases, 3)
+    assert declared(stddev, drawn)
+    assert_independent(drawn)

@@ -40,11 +40,11 @@ from tests.dualdp_jax.workers.models import (
     begin,
     cnn,
     distance,
-    gpt,
     mesh_of,
     mlp,
     place,
     plan,
+    words,
 )  # fmt: skip
 
 #: Shape and names of a mesh, axis that splits parameters, axes that split examples.
@@ -100,7 +100,7 @@ SPARSE = {"expected_batch_size": 3, "physical_batch_size": 1}
 def every_model_and_mesh():
     same_as_alone("mlp", "replicas")
     same_as_alone("cnn", "two by four")
-    same_as_alone("gpt", "eight, split", "float64")
+    same_as_alone("words", "eight, split", "float64")
     same_as_alone("mlp", "eight", max_grad_norm=AdaptiveNorm(0.3), **SPARSE)
     same_as_alone("layers", "eight", clipping="per_layer")
 
@@ -116,7 +116,7 @@ def views_and_users():
     assert owners.counts.min() == 0
     of_users = plan(unit="user", rows_per_unit=3, num_examples=71, physical_batch_size=2)
     of_views = {"run": plan(physical_batch_size=2), "views": 3, "augment": augment}
-    for model, given in ((mlp(), of_views), (gpt(), {"run": of_users, "users": owners})):
+    for model, given in ((mlp(), of_views), (words(), {"run": of_users, "users": owners})):
         ends = [train(*begin(model, **given | at)[1:], 8) for at in ({}, where("eight, split"))]
         assert distance(ends[1].params, ends[0].params) <= BOUND["float32"]
     engine, *run = begin(mlp(), run=of_users, users=owners, checks=1.0, **where("eight, split"))

@@ -56,33 +56,16 @@ def cnn():
     return params, loss, (x, y)
 
 
-def gpt():
-    """One block, tied embeddings, next-word loss, dropout by key."""
+def words():
+    """Tied embeddings, next-word loss, dropout by key."""
     rng = np.random.default_rng(3)
-    params = {
-        "words": _draw(rng, WORDS, 16),
-        "places": _draw(rng, LENGTH, 16),
-        "qkv": _draw(rng, 16, 48),
-        "out": _draw(rng, 16, 16),
-        "up": _draw(rng, 16, 32),
-        "down": _draw(rng, 32, 16),
-        "scale": np.ones((2, 16)),
-    }
+    params = {"words": _draw(rng, WORDS, 16), "up": _draw(rng, 16, 16), "scale": np.ones(16)}
     ids = rng.integers(0, WORDS, (N, LENGTH + 1))
 
-    def norm(x, scale):
-        x = x - x.mean(-1, keepdims=True)
-        return scale * x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
-
     def loss(p, ids, key):
-        h = p["words"][ids[:-1]] + p["places"]
-        h = h * jax.random.bernoulli(key, 0.9, h.shape)
-        q, k, v = jnp.split(norm(h, p["scale"][0]) @ p["qkv"], 3, -1)
-        causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-        weights = jax.nn.softmax(jnp.where(causal, q @ k.T / 4, -jnp.inf))
-        h = h + weights @ v @ p["out"]
-        h = h + jax.nn.gelu(norm(h, p["scale"][1]) @ p["up"]) @ p["down"]
-        scores = jax.nn.log_softmax(h @ p["words"].T)
+        h = p["words"][ids[:-1]]
+        h = h * jax.random.bernoulli(key, 0.9, h.shape) * p["scale"]
+        scores = jax.nn.log_softmax(jnp.tanh(jnp.cumsum(h, 0) @ p["up"]) @ p["words"].T)
         return -jnp.take_along_axis(scores, ids[1:, None], 1).mean()
 
     return params, loss, (ids,)
@@ -95,7 +78,7 @@ def layers():
     return nested, lambda p, x, y: loss(p["one"] | p["two"], x, y), data
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "layers": layers}
+MODELS = {"mlp": mlp, "cnn": cnn, "words": words, "layers": layers}
 
 
 def mesh_of(shape, names=("data",), kind=AxisType.Auto):

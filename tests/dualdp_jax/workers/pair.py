@@ -89,8 +89,8 @@ def mlp_and_its_ledger():
     assert len(engine.ledger) == plan().num_steps
 
 
-def gpt_in_float64():
-    together("gpt", "data", "float64")
+def words_in_float64():
+    together("words", "data", "float64")
 
 
 def sparse_batches_and_an_adaptive_bound():
@@ -238,7 +238,7 @@ def meshes_of_some_processes():
 
 CHECKS = [
     mlp_and_its_ledger,
-    gpt_in_float64,
+    words_in_float64,
     sparse_batches_and_an_adaptive_bound,
     fresh_bits_and_secure_noise,
     each_process_reads_its_own_rows,
