@@ -37,9 +37,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k == "parts" else pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_has_all_that_its_sum_needs(kind):
     """Whole, and part by part by one program."""
     users, changes = KINDS[kind]

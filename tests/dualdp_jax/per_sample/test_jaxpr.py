@@ -166,7 +166,7 @@ OF_IDS = {
 CASES = OF_FLOATS | OF_IDS
 #: Structures on which the choices of the other methods differ.
 SOME = ("rnn", "stacked_convolutions", "take")
-FAST = ("rnn", "remat", "custom_jvp", "bag_and_rows")
+FAST = ("remat", "custom_jvp", "bag_and_rows")
 
 
 def made(name):
@@ -208,6 +208,7 @@ def test_every_structure_matches_vmap(name):
                     np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * scale)
 
 
+@pytest.mark.slow
 def test_parameters_in_aux_are_no_use():
     """They are handed out as they are."""
     params, x = {"w": jnp.ones((3, 2))}, jnp.ones((N, 3))

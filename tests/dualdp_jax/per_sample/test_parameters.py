@@ -172,7 +172,7 @@ GRADIENTS = {
 RUNS = [(name, "book_keeping") for name in MODELS]
 RUNS += [(name, "vmap") for name in ("nnx", "equinox")]
 RUNS += [(name, "two_pass") for name in ("nnx", "size 0", "batches of one")]
-FAST = [(name, "book_keeping") for name in ("equinox", "haiku", "nnx")]
+FAST = [("nnx", "book_keeping")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -221,6 +221,7 @@ def test_linen_running_statistics_are_not_trained():
     assert len(jax.tree.leaves(grads["params"])) == 4
 
 
+@pytest.mark.slow
 def test_equinox_numbers_are_settings():
     model = {"net": equinox.nn.Dropout(0.5), "w": jnp.ones(4)}
     loss_fn = lambda m, x, y, key: loss_of(m["net"](x * m["w"], key=key), y)  # noqa: E731
@@ -241,6 +242,7 @@ def test_what_an_earlier_call_sowed_is_no_part_of_the_loss():
     np.testing.assert_array_equal(dpj.per_sample_norms(sown_loss, model, X, Y), expected)
 
 
+@pytest.mark.slow
 def test_nnx_keys_are_split_per_example_and_left_alone():
     model = Net(nnx.Rngs(0), dropout=0.5)
     before = jax.tree.leaves(nnx.state(model))

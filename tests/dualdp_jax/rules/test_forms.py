@@ -154,7 +154,7 @@ def errors_of(name, form, is_kept):
             yield name, form, clipping, gap / bound
 
 
-FAST = ("lengths", "patches", "pairs", "formed")  # which few cases have
+FAST = ("lengths", "formed")  # which few cases have
 FORMS = {case[1]: () if case[1] in FAST else pytest.mark.slow for case in GRID}
 
 

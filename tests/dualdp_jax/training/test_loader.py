@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualdp_jax.training.loader import default_rows
-from tests.dualdp_jax.runs import N, X, Y, loss_fn, make_plan, private, train
+from tests.dualdp_jax.runs import X, Y, loss_fn, make_plan, private, train
 
 SAMPLERS = {
     "poisson": {},
@@ -36,17 +35,6 @@ def test_loader_cuts_no_draw(sampler):
         sizes.add(len(indices))
     if "oisson" in sampler:
         assert {0, 1} <= sizes
-
-
-def test_chunks_waste_little():
-    for changes, rows in (
-        ({"sampler": "shuffle"}, 12),
-        ({"expected_batch_size": N}, N),
-        ({"expected_batch_size": 12}, 3),
-        ({"num_examples": 10**5, "expected_batch_size": 1e4, "delta": 1e-5}, 10285),
-        ({"sampler": "truncated_poisson", "max_batch_size": 2}, 2),
-    ):
-        assert default_rows(make_plan(accountant="pld", **changes)) == rows
 
 
 class Batch(NamedTuple):

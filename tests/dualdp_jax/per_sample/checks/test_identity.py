@@ -127,14 +127,3 @@ def test_a_wrong_norm_is_seen(change):
         identity.check(
             reference, numbers._replace(norms=norms), seed=0, is_first=False, released=True
         )
-
-
-def test_rows_that_contribute_nothing_are_left_out_by_position():
-    """A reference is asked for the gradients of no row that is masked or broken."""
-    signs = np.array([0, 2.0, 0, 0, -1.0, 0, 0, 0, 3.0, 0] * 4)
-    index, weights, _ = identity.blocks_of(signs)
-    rows = np.flatnonzero(signs)
-    np.testing.assert_array_equal(np.sort(index[:12]), rows)
-    np.testing.assert_array_equal(weights[:12], signs[index[:12]])
-    assert not weights[12:].any()
-    assert set(index[12:]) <= set(rows)
