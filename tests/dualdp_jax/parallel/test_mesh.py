@@ -46,7 +46,6 @@ def test_compiled_programs_move_no_more_than_they_must(report, name):
 @pytest.mark.slow
 def test_a_sharded_checkpoint_loads_on_other_meshes(report):
     assert report("slow")["checkpoints_load_on_other_meshes"] == "held"
-    assert report("slow")["a_consolidated_folder_is_the_file"] == "held"
 
 
 @pytest.mark.slow
