@@ -110,13 +110,7 @@ def describe_run(
     }
 
 
-def open_run(
-    document: RunDocument,
-    path: PathLike,
-    ledger: PathLike | None = None,
-    *,
-    recalibrate: bool = False,
-) -> Ledger:
+def open_run(document: RunDocument, path: PathLike, ledger: PathLike | None = None) -> Ledger:
     """Return the ledger, with its plan, of a checkpoint's run, in a new segment.
 
     Steps that were released after the checkpoint stay accounted, and are further releases when they
@@ -127,7 +121,6 @@ def open_run(
         path: path of the checkpoint.
         ledger: path of the run's ledger; None for the file that the document names or, if that is
             missing, `<path>.ledger`.
-        recalibrate: see `Ledger.resume`.
 
     Raises:
         FileNotFoundError: there is no ledger.
@@ -151,9 +144,7 @@ def open_run(
             f"{file} does not exist. Expected the ledger that the run went on writing after this "
             "checkpoint; pass ledger= if it lies elsewhere."
         )
-    return Ledger.resume(
-        file, plan=plan, step=position, bound=bound, recalibrate=recalibrate, known=known
-    )
+    return Ledger.resume(file, plan=plan, step=position, bound=bound, known=known)
 
 
 def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:

@@ -205,7 +205,6 @@ class Ledger:
         plan: PrivacyPlan,
         step: int,
         bound: float | None = None,
-        recalibrate: bool = False,
         known: tuple[int, str] | None = None,
     ) -> Self:
         """Go on with a run: begin a segment at `step`, beside all releases on record.
@@ -216,13 +215,10 @@ class Ledger:
             plan: `PrivacyPlan` of the run.
             step: int, the next step, such as a checkpoint's position.
             bound: C of that step, if it is adaptive.
-            recalibrate: bool, True to raise the noise of the steps that are left so that all
-                planned steps fit the target epsilon (or the plan's, without a target).
             known: number of lines of a checkpoint, and the hash of the last of them, with which the
                 record has to begin.
 
         Raises:
-            AccountingError: nothing is left to recalibrate.
             OSError: the file can't be read or written.
             ValueError: the record is broken, of another plan or run, in use, or `step` is past it.
 
@@ -250,13 +246,13 @@ class Ledger:
                 )
             ledger = cls(plan)
             ledger.chain = chain
-            ledger._go_on(parsed.torn, _validate.integer("step", step), bound, recalibrate)
+            ledger._go_on(parsed.torn, _validate.integer("step", step), bound)
         except BaseException:
             chain.close()
             raise
         return ledger
 
-    def _go_on(self, torn: str, step: int, bound: float | None, recalibrate: bool) -> None:
+    def _go_on(self, torn: str, step: int, bound: float | None) -> None:
         """Count a torn release, and begin the segment of a resumed run."""
         state, plan = self._state, self.plan
         counted = state.torn_release(plan, torn)
@@ -268,13 +264,10 @@ class Ledger:
                 "same run."
             )
         bound = _validate.positive("bound", bound) if plan.is_adaptive else None
-        scale = state.segments[-1].noise_scale
-        if recalibrate:
-            scale = accounting.recalibrated(plan, state.segments, step)
         if counted is not None:
             self.chain.append(counted)
-        self._begin(step, scale, bound)
-        self._log_steps_left(step)
+        self._begin(step, state.segments[-1].noise_scale, bound)
+        self._log_steps_left()
 
     def recalibrate(self) -> None:
         """Begin a segment whose noise is such that all planned steps fit the target epsilon.
@@ -285,11 +278,13 @@ class Ledger:
             AccountingError: nothing is left to recalibrate; then the record stays as it was.
         """
         self.require_process()
-        self._go_on("", self.position, self._state.bound, True)
+        scale = accounting.recalibrated(self.plan, self.segments, self.position)
+        self._begin(self.position, scale, self._state.bound)
+        self._log_steps_left()
 
-    def _log_steps_left(self, step: int) -> None:
+    def _log_steps_left(self) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
-        end, planned = self.end, self.plan.num_steps
+        step, end, planned = self.position, self.end, self.plan.num_steps
         left = "no end is planned" if end is None else f"{max(end - step, 0)} steps are left"
         if end is not None and planned is not None and end < planned:
             left += (

@@ -216,7 +216,7 @@ def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
 
 def _segments(found: Verification, plan: PrivacyPlan) -> Result:
     """How often the run was resumed, and with how much more noise."""
-    starts = [segment.start for segment in found.segments[1:]]
+    starts = [segment.start for segment in found.segments[1:] if segment.stop > segment.start]
     scales = [f"{s.noise_scale:.4g}" for s in found.segments if s.noise_scale != 1]
     raised = f"; noise scaled by {', '.join(scales[:10])}" if scales else ""
     where = f", at step {', '.join(map(str, starts[:10]))}" if starts else ""

@@ -105,7 +105,8 @@ def test_a_bound_and_a_recalibration_are_handed_on(tmp_path):
     bound = ledger.max_grad_norm
     release(ledger, 3)
     ledger.close()
-    again = opened(path, recalibrate=True)
+    again = opened(path)
+    again.recalibrate()
     assert (again.max_grad_norm, again.position) == (bound, 3)
     assert again.segments[-1].noise_scale > 1
 

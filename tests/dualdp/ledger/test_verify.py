@@ -196,7 +196,8 @@ def test_the_target_is_checked():
 def test_steps_that_were_run_again_are_told(tmp_path):
     plan, path = plan_of(), tmp_path / "run.ledger"
     run(plan, 5, path).close()
-    again = Ledger.resume(path, plan=plan, step=3, recalibrate=True)
+    again = Ledger.resume(path, plan=plan, step=3)
+    again.recalibrate()
     release(again, 3)
     found = verify(path)
     assert found.passed, found.findings
@@ -205,7 +206,7 @@ def test_steps_that_were_run_again_are_told(tmp_path):
     scale = again.segments[-1].noise_scale
     told = finding(found, "segments").detail
     assert told == f"resumed 1 times, at step 3; noise scaled by {scale:.4g}"
-    assert found.segments == (Segment(0, 5), Segment(3, 4, scale))
+    assert found.segments == (Segment(0, 5), Segment(3, 3), Segment(3, 4, scale))
     assert found.epsilon == pytest.approx(again.get_epsilon(), rel=1e-9)
 
 
