@@ -97,12 +97,12 @@ class Release(NamedTuple):
     Attributes:
         canaries: (num_canaries,) canary coordinates, gradient units.
         leaves: sequence of the other parameters' arrays, in any fixed order and shape.
-        indices: (k,) examples that took part, or None if the implementation does not report them.
+        indices: (k,) examples that took part.
     """
 
     canaries: Array
     leaves: Sequence[Array]
-    indices: Rows | None = None
+    indices: Rows
 
 
 class Event(NamedTuple):
