@@ -101,7 +101,7 @@ def test_nothing_released_needs_no_noise():
         ({"target_epsilon": 0.0}, ValueError, "target_epsilon=0.0 is out of range"),
         ({"target_epsilon": math.inf}, ValueError, "target_epsilon=inf is out of range"),
         ({"target_delta": 1.0}, ValueError, "target_delta=1.0 is out of range"),
-        ({"accountant": "gdp"}, ValueError, "accountants.gdp_epsilon gives the number of papers"),
+        ({"accountant": "gdp"}, ValueError, "accountant='gdp' is unknown. Expected one of pld"),
         ({"sampler": "balls_in_bins", "sample_rate": 0.3}, AccountingError, "Use 1/3 or 1/4"),
         ({"smapler": "poisson"}, TypeError, "no argument 'smapler'"),
         ({"num_steps": 10**19}, ValueError, "Expected an integer of at most 9.007e"),

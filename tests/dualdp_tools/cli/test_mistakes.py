@@ -26,7 +26,7 @@ MISTAKES = {
     f"{EPSILON} --epochs 3": "--epochs needs --num-examples and --batch-size",
     f"{EPSILON} --steps 3 --batch-size 9": "both say the rate. Give one of them",
     f"{EPSILON} --steps 3 --accountant rpd": "one of pld, prv, rdp",
-    f"{EPSILON} --steps 3 --accountant gdp": "gdp_epsilon",
+    f"{EPSILON} --steps 3 --accountant gdp": "accountant='gdp' is unknown. Expected one of pld",
     f"{EPSILON} --steps 3 --sampler uniform": "one of balls_in_bins, fixed_size",
     f"{EPSILON} --steps 3 --group-size 0": "group_size=0 is out of range",
     "epsilon --noise-multiplier 1 --delta 1e-5 --steps 3": "The sampling rate is missing. Give",
