@@ -44,7 +44,7 @@ def test_a_plan_comes_alone():
 @pytest.mark.parametrize(
     ("given", "changes", "error", "words"),
     [
-        ({"batch_size": 3}, {}, TypeError, "'batch_size'. batch_size is expected_batch_size here"),
+        ({"steps": 3}, {}, TypeError, "no argument 'steps'.* Expected any of .* num_steps"),
         ({"max_grad_nrom": 3}, {}, TypeError, "did you mean max_grad_norm"),
         (
             {"max_grad_norm": None},
