@@ -106,17 +106,6 @@ def test_a_calibrated_plan_was_evaluated(base, changes, target):
     assert again.epsilon() == plan.epsilon()
 
 
-def test_a_count_that_spends_the_target_alone_is_named():
-    base = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
-    tiny = AdaptiveNorm(1.0, count_noise_multiplier=0.5)
-    for relation, told in (("add_or_remove", "multiplier 1"), ("zero_out", "multiplier 0.5")):
-        with pytest.raises(ValueError, match=f"{told} and alone spends epsilon="):
-            dualdp.PrivacyPlan.calibrate(
-                **{**base, "max_grad_norm": tiny, "neighboring_relation": relation},
-                target_epsilon=1.0,
-            )
-
-
 def test_stretches_are_those_of_every_step():
     """By the sum over single steps."""
     for noise in (
