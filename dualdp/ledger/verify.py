@@ -135,11 +135,7 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
     """
     text, name = read_text(source)
     try:
-        parsed = None
-        if not text.endswith("\n"):  # a copy may have lost the end of its last line, no more
-            with suppress(ValueError):
-                parsed = parse(f"{text}\n", name)
-        parsed = parsed or parse(text, name)
+        parsed = parse(text, name)
         plan = PrivacyPlan.from_json(json.dumps(parsed.records[0]["plan"]))
     except _BROKEN as error:
         return Verification(name, (Finding("chain is unbroken", False, str(error)),))
