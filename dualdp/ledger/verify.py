@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -69,15 +68,6 @@ class Verification:
     def is_whole(self) -> bool:
         """True if all planned steps are recorded and nothing at the end is cut off."""
         return not self.torn and bool(self.covers_the_plan)
-
-    @cached_property
-    def epsilon_of_the_plan(self) -> float:
-        """Upper bound by PLD for one run of all planned steps; nan if open-ended or without one."""
-        if self.plan is None or self.plan.num_steps is None:
-            return math.nan
-        with suppress(ValueError):
-            return replace(self.plan, accountant="pld").epsilon()
-        return math.nan
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -52,11 +52,6 @@ def test_a_ledger_that_was_cut_short_is_not_called_whole(ledger, tmp_path):
         assert "The ledger is CUT SHORT of its plan. What" in done.output
         data = json.loads(call("verify", path, "--json").output)
         assert not data["covers_the_plan"]
-        assert data["epsilon_of_the_plan"] > data["epsilons"]["pld"]
-        assert (
-            f"All planned steps, run once, cost {data['epsilon_of_the_plan']:.4f}."
-            in (data["verdict"])
-        )
     cut.write_text(whole.read_text()[:-9])
     said = call("verify", cut).output
     assert "true, for the 5 of 5 planned steps" in said
