@@ -142,7 +142,7 @@ def test_a_shuffled_pass_is_accounted_as_one_pass(examples, size):
 
 def test_calibrate_needs_an_end_and_no_noise():
     arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
-    with pytest.raises(ValueError, match="noise_multiplier and target_epsilon came together"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'noise_multiplier'"):
         dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **BASE)
     with pytest.raises(TypeError, match="num_steps=None. Expected an integer"):
         dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **{**arguments, "num_steps": None})
