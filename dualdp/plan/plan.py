@@ -336,12 +336,6 @@ def split_bounds(
     Returns:
         `(C, shares)`; C unchanged, or the root of the sum of the groups' squared bounds.
     """
-    if isinstance(max_grad_norm, list | tuple):
-        raise TypeError(
-            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, C of an "
-            "example's whole gradient (of a list, the root of the sum of squares), of which "
-            "clipping='per_layer' gives each group an equal share; or a mapping group -> bound."
-        )
     if not isinstance(max_grad_norm, Mapping) and shares is None:
         return max_grad_norm, None
     both = isinstance(max_grad_norm, Mapping) and shares is not None
