@@ -9,7 +9,7 @@ import pytest
 import dualdp
 from dualdp import AccountingError, Ledger, PrivacyPlan, checkpoint
 from dualdp.ledger.verify import verify
-from dualdp.log import RunLog, progress
+from dualdp.log import RunLog
 from tests.mistakes import refused, untidy
 
 RATE = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 3, "delta": 1e-5}
@@ -87,7 +87,6 @@ MISTAKES = {
         TypeError,
         "ledger is a PrivacyPlan. Expected engine.ledger",
     ),
-    "bar of None": (lambda k: next(progress([1], None)), TypeError, "ledger is None. Expected"),
     "two losses": (
         lambda k: written(RunLog(k.at / "log1", k.ledger), {"loss": np.ones(2)}),
         TypeError,
