@@ -58,11 +58,6 @@ def plan_of(
     """
     given = {name: value for name, value in given.items() if value is not None}
     _require_known(given, method, also)
-    if calibrates and (plan is not None or "noise_multiplier" in given):
-        raise ValueError(
-            f"{'noise_multiplier' if plan is None else 'plan'} came together with target_epsilon. "
-            f"Expected one of the two: {method} finds the noise multiplier and makes the plan."
-        )
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)
         return plan

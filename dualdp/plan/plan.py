@@ -391,14 +391,7 @@ def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> N
             "of each row of the data, in make_private, make_loader or resume; in a loop without "
             "an engine, clipped_grad_sum(rows_per_unit=) takes the rows of dualdp.units.draw_rows."
         )
-    if users is not None and users.num_users != plan.num_examples:
-        raise ValueError(
-            f"users names {users.num_users} users but the plan has num_examples="
-            f"{plan.num_examples}. Both must be the same, or epsilon is not true: make a plan for "
-            "these users; dualdp.units.user_rows(ids, num_users=) names those without rows too."
-        )
-    if users is None:
-        require_size(plan, num_rows)
+    require_size(plan, num_rows if users is None else users.num_users)
 
 
 def require_size(plan: PrivacyPlan, num_examples: int) -> None:

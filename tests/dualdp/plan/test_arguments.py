@@ -32,7 +32,6 @@ def test_a_plan_comes_alone():
         ({"epochs": 3}, {}, "epochs came together with plan=, which holds such things"),
         ({}, {"accountant": "rdp"}, "accountant='rdp' of the engine beside a plan with accountant"),
         ({}, {"secure_mode": True}, "secure_mode=True with a plan whose noise='fast'"),
-        ({}, {"calibrates": True}, "plan came together with target_epsilon"),
     ):
         with pytest.raises(ValueError, match=words):
             plan_of(plan, given, **SETTING | changes)

@@ -164,7 +164,7 @@ def test_calibrate_needs_an_end_and_no_noise():
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
         (
             {"max_grad_norm": (1.0, 2.0)},
-            r"max_grad_norm=\(1.0, 2.0\) is a tuple. Expected a number",
+            "max_grad_norm=(1.0, 2.0) is a tuple. Expected a number",
         ),
         ({"delta": 0}, "delta=0 is out of range"),
         ({"delta": 0.5}, "delta=0.5 is above 1 / num_examples. Expected less."),
