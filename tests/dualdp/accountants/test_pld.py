@@ -90,7 +90,7 @@ def test_truncation_costs_a_delta_where_it_can_happen():
     some = get_epsilon(**run, **sizes, max_batch_size=200)
     assert plain <= some < 1.01 * plain
     assert get_epsilon(**run, **sizes, max_batch_size=100) == math.inf
-    with pytest.raises(AccountingError, match="needs num_examples and max_batch_size"):
+    with pytest.raises(TypeError, match="num_examples=None. Expected an integer"):
         get_epsilon(**run, sampler="truncated_poisson")
 
 
