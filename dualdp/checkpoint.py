@@ -215,14 +215,9 @@ def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
             f"{name} is truncated or no safetensors file ({error}). Expected a file of "
             "save_checkpoint; take an older one."
         ) from error
-    if set(metadata) != {_FORMAT, "sha256"}:
-        raise ValueError(
-            f"{name} is a safetensors file of something else: it has the metadata "
-            f"{sorted(metadata)}. Expected a file of save_checkpoint."
-        )
-    if metadata[_FORMAT] != str(_VERSION):
-        raise ValueError(_validate.newer(name, "checkpoint", metadata[_FORMAT], _VERSION))
-    if digest(arrays) != metadata["sha256"]:
+    if metadata.get(_FORMAT) != str(_VERSION):
+        raise ValueError(_validate.newer(name, "checkpoint", metadata.get(_FORMAT), _VERSION))
+    if digest(arrays) != metadata.get("sha256"):
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )

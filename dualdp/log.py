@@ -64,8 +64,6 @@ class RunLog:
         values = {name: _number(name, value) for name, value in columns.items()}
         if self.ledger.plan.noise == "secure":
             values = {n: v for n, v in values.items() if not n.startswith(UNPROTECTED)}
-        if self._file.closed:
-            raise ValueError("The log is closed. Write before close(), or open another.")
         if self._columns is not None and sorted(self._columns) != sorted(values):
             raise ValueError(
                 f"Columns {sorted(values)} came after rows with {sorted(self._columns)}. Expected "

@@ -437,11 +437,6 @@ class Ledger:
         self.require(step)
         plan, bound = self.plan, self.max_grad_norm
         if plan.is_adaptive:
-            if noisy_fraction is None:
-                raise TypeError(
-                    "noisy_fraction is missing beside an adaptive max_grad_norm. Expected "
-                    "ledger.noisy_fraction(num_below, num_rows) of the batch."
-                )
             noisy_fraction = _validate.real("noisy_fraction", noisy_fraction)
         if self._new_file is not None:
             self.write_to(self._new_file)

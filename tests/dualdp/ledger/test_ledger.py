@@ -339,7 +339,7 @@ def test_an_adaptive_bound_needs_its_count():
     ledger = run(plan, 4)
     assert ledger.get_epsilon() == pytest.approx(both.get_epsilon(delta=1e-5), rel=1e-9)
     text = ledger.to_json()
-    with pytest.raises(TypeError, match="noisy_fraction is missing beside an adaptive max_grad"):
+    with pytest.raises(TypeError, match="noisy_fraction=None. Expected a number"):
         ledger.record(4)
     with pytest.raises(ValueError, match="noisy_fraction=nan is not a number"):
         ledger.record(4, noisy_fraction=math.nan)
