@@ -151,10 +151,7 @@ def probability(name: str, value: object) -> float:
     """Return a number in [0, 1]."""
     number = real(name, value)
     if not 0 <= number <= 1:
-        fix = "; use expected_batch_size / num_examples" if name == "sample_rate" else ""
-        raise ValueError(
-            f"{name}={value!r} is not a probability. Expected a number in [0, 1]{fix}."
-        )
+        raise ValueError(f"{name}={value!r} is not a probability. Expected a number in [0, 1].")
     return number
 
 

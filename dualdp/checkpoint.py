@@ -201,10 +201,7 @@ def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
     from safetensors import SafetensorError, safe_open
 
     name = _validate.path("path", path)
-    expected = "a file of save_checkpoint"
-    if numbers(name):
-        expected += "; load_sharded_checkpoint reads this folder"
-    with _validate.file_errors("read", name, expected), open(name, "rb"):
+    with _validate.file_errors("read", name, "a file of save_checkpoint"), open(name, "rb"):
         pass  # the errors of safetensors name neither the file nor the cause
     try:
         with safe_open(name, framework="numpy") as file:

@@ -213,7 +213,7 @@ def _account(
         norms = np.linalg.norm(claims.strategy(num_steps)[:, :: claims.min_separation], axis=0)
         sigmas = claims.noise_multiplier * norms.max() / norms
         needed = [(float(sigma), claims.min_separation * rate) for sigma in sigmas]
-    elif claims.is_patterned:
+    elif claims.correlation is not None or claims.sampler == "fixed_order":
         needed = [(claims.noise_multiplier, 1.0)]
     pairs = zip(sorted(events), sorted(needed), strict=False)
     right = [e[0] <= n[0] * _ROUNDING and n[1] <= e[1] * _ROUNDING for e, n in pairs]

@@ -46,15 +46,13 @@ from dualdp.ledger.chain import (
     require_new,
 )
 from dualdp.plan import accounting
-from dualdp.plan.accounting import Segment, empty_account, spent_by
+from dualdp.plan.accounting import WHOLE_PASS, Segment, empty_account, spent_by
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
 
 _log = logging.getLogger("dualdp")
 COLUMNS = ("step", "noise_multiplier", "sample_rate", "max_grad_norm", "noisy_fraction")
-#: Samplers under which releases of one or several segments are composed alike.
-COMPOSED = ("poisson", "truncated_poisson", "fixed_size")
 
 
 class Release(NamedTuple):
@@ -330,7 +328,7 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self.plan.sampler in COMPOSED:
+        if before and self.plan.sampler not in WHOLE_PASS:
             # New releases are added to the same accountant, which keeps its sums over earlier ones.
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]

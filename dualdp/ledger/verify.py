@@ -19,8 +19,8 @@ from typing import Any
 
 from dualdp._validate import AccountingError
 from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
-from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
-from dualdp.plan.accounting import Segment, empty_account, release, spent_by
+from dualdp.ledger.ledger import COLUMNS, State
+from dualdp.plan.accounting import WHOLE_PASS, Segment, empty_account, release, spent_by
 from dualdp.plan.plan import PrivacyPlan
 
 _SLACK = 1e-9  # relative tolerance for recomputed numbers
@@ -218,7 +218,7 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
     try:
         cost = replace(plan, accountant=accountant)
         spent, event = empty_account(cost), release(cost, 0)
-        if plan.sampler in COMPOSED:
+        if plan.sampler not in WHOLE_PASS:
             counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
             for (noise, rate), count in counts.items():
                 event |= {"noise_multiplier": noise, "sample_rate": rate}

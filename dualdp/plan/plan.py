@@ -161,10 +161,6 @@ class PrivacyPlan(Cost):
             steps = min(self.num_steps or 0, 1) if self.is_patterned else 1
             accounting.spent_by(self, [accounting.Segment(0, steps)])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, without what was computed of them."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
         if self.group_shares is None:
