@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from dualdp import PrivacyPlan, get_epsilon, units
-from dualdp.plan.units import rows_of_data
 from dualdp.randomness import SegmentBits
 
 BITS = SegmentBits(3)
@@ -31,7 +30,7 @@ def test_rows_of_each_user_in_any_order():
         found, owner = rows.of(np.array([3, 0, 1]))
         np.testing.assert_array_equal(found, [0, 3, 7, 9, 1, 2, 5, 6, 8])
         np.testing.assert_array_equal(owner, [0, 0, 0, 1, 2, 2, 2, 2, 2])
-    assert units.user_rows(rows) is rows
+    np.testing.assert_array_equal(units.user_rows(rows).order, rows.order)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,11 @@ def test_a_plan_of_users_is_accounted_as_dp_sgd_on_users():
 
 
 def test_rows_of_a_data_set_are_each_held_once():
-    rows = rows_of_data(USERS, 10)
-    again = rows_of_data(rows, 10)
+    rows = units.user_rows(USERS, num_rows=10)
+    again = units.user_rows(rows, num_rows=10)
     np.testing.assert_array_equal(again.order, rows.order)
     np.testing.assert_array_equal(again.counts, [1, 5, 1, 3])
-    assert rows_of_data(None, 3) is None
-    with pytest.raises(ValueError, match="UserRows of 10 rows but the data has 11 rows"):
-        rows_of_data(rows, 11)
+    with pytest.raises(ValueError, match="users has 10 ids but the data has 11 rows"):
+        units.user_rows(rows, num_rows=11)
+    with pytest.raises(ValueError, match=r"users\[0\]=-1 is negative"):
+        units.user_rows(units.UserRows(np.ones(3, np.int64), np.array([0, 3])))

@@ -364,11 +364,15 @@ WRONG = {
     "columns": ({"users": OWNERS.reshape(30, 2)}, ValueError, r"shape \(30, 2\)"),
     "unknown": ({"users": OWNERS - 1}, ValueError, "is negative, which often means an unknown"),
     "number": ({"plan": plan(num_examples=26)}, ValueError, "25 users but the plan has num_ex"),
-    "other data": ({"users": units.user_rows(OWNERS[1:])}, ValueError, "UserRows of 59 rows"),
+    "other data": (
+        {"users": units.user_rows(OWNERS[1:])},
+        ValueError,
+        "59 ids but the data has 60",
+    ),
     "twice a row": (
         {"users": units.UserRows(np.zeros(60, np.int64), units.user_rows(OWNERS).starts)},
         ValueError,
-        "each row of the data once",
+        r"users\[1\]=-1 is negative",
     ),
     "views": (
         {"views": 2, "augment": lambda example, generator: example},
