@@ -282,16 +282,14 @@ class Ledger:
 
     def _log_steps_left(self) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
-        step, end, planned = self.position, self.end, self.plan.num_steps
-        left = "no end is planned" if end is None else f"{max(end - step, 0)} steps are left"
-        if end is not None and planned is not None and end < planned:
-            left += (
-                f" of {planned - step} planned: no more fit into target_epsilon="
-                f"{self.plan.target_epsilon} beside the {len(self)} releases on record; "
-                "recalibrate=True raises the noise instead, so that all of them fit"
-            )
-        level = logging.WARNING if "fit" in left else logging.INFO
-        _log.log(level, "The run goes on at step %d: %s.", step, left)
+        step, end = self.position, self.end
+        if end is not None:
+            planned = max(end, self.plan.num_steps or 0)
+            said = "The run goes on at step %d: %d steps are left of %d planned. "
+            if end < planned:
+                said += "No more fit into target_epsilon, unless recalibrate=True raises the noise."
+            level = logging.WARNING if end < planned else logging.INFO
+            _log.log(level, said, step, max(end - step, 0), planned - step)
 
     def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
         """Append the line of a new segment."""
