@@ -25,7 +25,6 @@ from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
 _AHEAD = 4  # most batches without a release when epsilon is asked for: loops may prefetch
-_MANY = 1000  # batches noted, above which those on record are dropped, to bound the memory
 
 
 def drawn_indices(plan: Cost, bits: SegmentBits, step: int) -> NDArray[np.int64]:
@@ -166,8 +165,7 @@ class HandedOut:
 
     def record(self, position: int) -> None:
         """Note the release of one step; raise if the batch of the one before was never drawn."""
-        if len(self._steps) > _MANY:
-            self._steps = {step for step in self._steps if step >= position - 1}
+        self._steps = {step for step in self._steps if step >= position - 1}
         if self._owed is not None and self._owed not in self._steps:
             raise AccountingError(
                 f"The release of step {self._owed} is on record and its batch was never drawn, so "
