@@ -9,7 +9,6 @@ for step in range(plan.num_steps):
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.accounting import Cost
+from dualdp.plan.accounting import Cost, num_batches
 from dualdp.plan.samplers import RESOLUTION, SAMPLERS
 from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
@@ -125,7 +124,7 @@ def end_of_pass(plan: Cost, start: int, end: int | None, until: int = 0) -> int:
     """
     if end is not None and start >= end:
         return start
-    stop = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
+    stop = start + num_batches(plan.num_examples, plan.expected_batch_size_at(start))
     return min([stop, *(limit for limit in (end, until) if limit is not None and limit > start)])
 
 
