@@ -73,7 +73,6 @@ def _data(found: Verification) -> dict[str, Any]:
         "covers_the_plan": found.covers_the_plan,
         "is_whole": found.is_whole,
         "segments": [[s.start, s.stop, s.noise_scale] for s in found.segments],
-        "epsilon_of_the_plan": _finite(found.epsilon_of_the_plan),
         "failures": found.failures,
         "epsilons": {name: _finite(value) for name, value in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
@@ -103,8 +102,6 @@ def verdict(found: Verification) -> str:
     if found.covers_the_plan is False:
         said.insert(0, "The ledger is CUT SHORT of its plan.")
         said.append("It does not show whether the run stopped there or went on.")
-        if math.isfinite(found.epsilon_of_the_plan):
-            said.append(f"All planned steps, run once, cost {found.epsilon_of_the_plan:.4f}.")
     elif found.covers_the_plan is None:
         said.append("It does not show whether there were more: its plan has no end.")
     if found.torn:

@@ -186,7 +186,7 @@ def test_the_same_arguments_are_refused_alike(name):
 @pytest.mark.parametrize(
     ("engine", "given", "error", "text"),
     [
-        ({"accountant": "gdp"}, NUMBERS, ValueError, "the central limit theorem bounds nothing"),
+        ({"accountant": "gdp"}, NUMBERS, ValueError, "accountant='gdp' is unknown. Expected one"),
         ({"accountant": "x"}, NUMBERS, ValueError, "accountant='x' is unknown"),
         (
             {"accountant": "rdp"},
@@ -241,8 +241,8 @@ def test_targets_give_the_same_run(more):
         ({"num_steps": 0}, ValueError, "num_steps=0 is out of range"),
         (
             {"epochs": 1, "noise_multiplier": 1.0},
-            ValueError,
-            "noise_multiplier came together with ta",
+            TypeError,
+            "multiple values for keyword argument 'noise_multiplier'",
         ),
         ({"epochs": 1, "max_grad_nrom": 1.0}, TypeError, "has no argument 'max_grad_nrom'"),
         (
@@ -251,7 +251,7 @@ def test_targets_give_the_same_run(more):
             "make_private_with_epsilon misses max_gra",
         ),
         ({"epochs": 1, "delta": 1e-4}, ValueError, "target_delta and delta came together"),
-        ({"epochs": 1, "plan": plan()}, ValueError, "plan came together with target_epsilon"),
+        ({"epochs": 1, "plan": plan()}, ValueError, "target_epsilon came together with plan="),
     ],
 )
 def test_targets_are_refused_alike(changes, error, text):

@@ -150,13 +150,9 @@ def test_words_with_a_meaning_are_accepted():
 
 
 def test_a_list_of_bounds_says_what_to_give():
-    with pytest.raises(
-        TypeError, match=r"max_grad_norm is a list of 4 bounds. Expected one number"
-    ):
+    with pytest.raises(TypeError, match=r"max_grad_norm=\[.*\] is a list. Expected a number"):
         start(max_grad_norm=[0.5] * 4, clipping="per_layer")
-    with pytest.raises(
-        TypeError, match=r"max_grad_norm is a list of 1 bounds. Expected one number"
-    ):
+    with pytest.raises(TypeError, match=r"max_grad_norm=\[0.5\] is a list. Expected a number"):
         start(max_grad_norm=[0.5])
 
 
