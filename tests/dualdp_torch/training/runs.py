@@ -14,12 +14,13 @@ forks = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 class Open:
-    """Engine, model, optimizer and loader of a run, and its first batch."""
+    """Engine, model, optimizer and loader of a run, what was `made` before, and its first batch."""
 
-    def __init__(self, parts=None, **options):
+    def __init__(self, parts=None, make=None, **options):
         self.engine, self.model, self.optimizer, self.loader = start(
             parts, **{"plan": plan(), **options}
         )
+        self.made = make and make(self.engine)
         self.batches = iter(self.loader)
         self.x, self.y, *self.more = next(self.batches)
 

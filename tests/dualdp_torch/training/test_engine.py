@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 from dualdp import AccountingError, UnsupportedLayerError
 from dualdp.ledger.ledger import Ledger
-from dualdp_torch.training import step as private_step
 from tests.dualdp_torch.checks import data, ids
 from tests.dualdp_torch.forks import in_both
 from tests.dualdp_torch.loop import assert_by_hand, assert_same, build, plan, start, train
@@ -51,7 +50,7 @@ def test_the_users_loop_is_dp_sgd(mode, reduction, changes):
 
 def test_the_same_objects_come_back_and_detach_cleans_up():
     parts = build()
-    before = [set(vars(part)) for part in parts[:2]], set(parts[0].state_dict()), type(parts[1])
+    before = set(vars(parts[0])), set(parts[0].state_dict()), type(parts[1])
     engine, model, optimizer, loader = start(parts, noise_multiplier=1.0, max_grad_norm=1.0)
     assert (model, optimizer) == parts[:2]
     assert set(model.state_dict()) == before[1]
@@ -60,8 +59,8 @@ def test_the_same_objects_come_back_and_detach_cleans_up():
     assert not [*model._forward_hooks, *model._forward_pre_hooks]
     assert not optimizer._optimizer_step_pre_hooks
     assert not model[0].weight._backward_hooks
-    names = [set(vars(part)) for part in (model, torch.optim.SGD(model.parameters()))]
-    assert ([set(vars(model)), set(vars(optimizer))], type(optimizer)) == (names, before[2])
+    assert (set(vars(model)), type(optimizer)) == (before[0], before[2])
+    assert vars(optimizer).keys() == vars(build()[1]).keys()
     pickle.dumps([copy.deepcopy(model), optimizer])
     train(model, optimizer, [next(iter(parts[2]))])
     assert engine.get_epsilon(delta=1e-5) > 0
@@ -105,23 +104,6 @@ def test_an_abandoned_pass_leaves_no_half_sum():
     assert_by_hand(run.model, plan(num_steps=1))
 
 
-def test_a_batch_that_fails_to_be_handed_out_leaves_nothing(monkeypatch):
-    engine, model, optimizer, loader = start(plan=plan(num_steps=1))
-
-    def failing(*_):
-        raise ValueError("no bound")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(private_step, "clipping_bounds", failing)
-        with pytest.raises(ValueError, match="no bound"):
-            next(iter(loader))
-    assert engine.is_between_steps
-    with pytest.raises(RuntimeError, match="came without a batch of the loader"):
-        optimizer.step()
-    train(model, optimizer, loader)
-    assert len(engine.ledger) == 1
-
-
 def test_ledger_comes_first():
     """And the user's hooks see what is released."""
     engine, model, optimizer, loader = start(plan=plan(num_steps=2))
@@ -131,36 +113,6 @@ def test_ledger_comes_first():
     train(model, optimizer, loader)
     assert seen[1::2] == [1, 2]
     assert torch.equal(seen[2], engine.stages().noisy_mean["0.weight"])
-
-
-def test_stages_show_the_way_of_the_last_step():
-    engine, model, optimizer, loader = start(plan=plan())
-    with pytest.raises(AccountingError, match="No step was taken since a batch"):
-        engine.stages()
-    train(model, optimizer, loader)
-    stages = engine.stages()
-    assert len(stages.unprotected_norms) == len(plan().batch_indices(5))
-    size = sum(g.square().sum() for g in stages.unprotected_sum.values()).sqrt()
-    assert float(size) <= 0.5 * len(stages.unprotected_norms) * (1 + 1e-4)
-    mean = dpt.noisy_mean(stages.unprotected_sum, plan(), 5)
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad, mean[name])
-
-
-def test_evaluation_between_batches_is_free():
-    _, model, optimizer, loader = start(plan=plan())
-
-    def evaluated():
-        for x, y, row in loader:
-            with torch.no_grad():
-                model.eval()(data(3, 6))
-            model.train()
-            yield x, y, row
-            with torch.no_grad():
-                model(data(3, 6))
-
-    train(model, optimizer, evaluated())
-    assert_by_hand(model, plan())
 
 
 # ---------------------------------------------------------------------- misuse
@@ -238,24 +190,6 @@ def test_other_loops_are_refused(loop, error, match):
         loop(run)
 
 
-def test_a_term_without_data_is_added_before_the_step():
-    """The way out that the refusal of such a term in the loss names."""
-    ends = []
-    for decay in (0.0, 0.5):
-        model, _, loader = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay)
-        _, model, optimizer, loader = start((model, optimizer, loader), plan=plan())
-
-        def add(*_, factor=0.5 - decay, model=model):
-            for p in model.parameters():
-                p.grad.add_(p.detach(), alpha=factor)
-
-        optimizer.register_step_pre_hook(add)
-        train(model, optimizer, loader)
-        ends.append(model.state_dict())
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("is_frozen_first", [False, True])
 def test_parameters_that_change_after_set_up_are_refused(is_frozen_first):
     model, _, loader = build()
@@ -307,14 +241,6 @@ def test_wrong_arguments_are_refused(options, match):
     """Those of both stacks: tests/backends/test_engine_arguments.py."""
     with pytest.raises(ValueError, match=match):
         start(**options)
-
-
-def test_what_is_refused_leaves_the_run_as_it_was():
-    model, optimizer, loader = build()
-    engine, *_ = start((model, optimizer, loader), plan=plan())
-    with pytest.raises(ValueError, match="The optimizer does not hold the trainable parameters"):
-        start((model, build()[1], loader), plan=plan())
-    assert engine.is_between_steps
 
 
 def test_a_cell_that_is_run_twice_begins_a_new_run():
@@ -440,6 +366,8 @@ def test_a_fork_of_a_run_is_a_run_of_its_own():
     def child():
         with pytest.raises(RuntimeError) as told:
             stepped(run, batch)
+        with pytest.raises(RuntimeError, match="began before the process was forked"):
+            next(run.batches)
         other = next(iter(run.loader))
         release = stepped(run, other)
         return str(told.value), other[2].tolist(), release, len(ledger), len(ledger.segments)
