@@ -206,10 +206,7 @@ def test_noise_inside_a_cuda_graph_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: dpt.noisy_mean(ZEROS, plan(), 10), AccountingError, "step=10 is past the plan's"),
         (lambda: dpt.noisy_mean(ZEROS, plan(), -1), ValueError, "step=-1 is out of range"),
-        (lambda: dpt.noisy_mean([1.0], plan(), 0), TypeError, "grads is a list"),
-        (lambda: dpt.noisy_mean({"w": 1.0}, plan(), 0), TypeError, r"grads\['w'\] is a float"),
         (lambda: dpt.noisy_mean(ZEROS, 3, 0), TypeError, "plan is an int"),
         (
             lambda: torch.func.vmap(lambda w: dpt.noisy_mean({"w": w}, plan(), 0)["w"])(ZEROS["a"]),

@@ -61,7 +61,7 @@ def test_a_compiled_run_ends_where_the_recorded_one_ends(kind, changes):
     assert ends[0][1:] == ends[1][1:]
 
 
-def test_a_run_may_change_between_the_two_ways_and_stages_are_there():
+def test_a_run_may_change_between_the_two_ways():
     seen = []
     for every in (7, 2):  # of seven steps none is compiled
         engine, model, optimizer, loader = start(plan=plan())
@@ -74,7 +74,7 @@ def test_a_run_may_change_between_the_two_ways_and_stages_are_there():
     torch.testing.assert_close(*seen)
 
 
-def test_losses_are_those_of_the_examples_and_evaluation_is_left_alone():
+def test_losses_are_the_examples_and_the_model_is_left_alone():
     run = Open(make=compiled)
     model = run.model
     before = dict(vars(model)), list(model._forward_pre_hooks), list(model._forward_hooks)

@@ -83,7 +83,7 @@ def test_the_noise_of_a_run_is_that_of_its_strategy(name, tmp_path):
 
 
 @each
-def test_noise_that_was_drawn_is_in_nothing_that_is_saved_or_shown(name, tmp_path):
+def test_noise_that_was_drawn_is_in_nothing_saved_or_shown(name, tmp_path):
     """The rows of a recursion and the z of a step, in files, states, pickles and reprs."""
     path, run = tmp_path / "run.safetensors", plan(name, seed=None)
     engine, model, optimizer, loader = begin(run, parts("sgd"))

@@ -145,7 +145,7 @@ REFUSED = [  # kind of loss, ragged labels, options
 
 
 @pytest.mark.parametrize(("kind", "is_ragged", "options", "match"), REFUSED)
-def test_a_loss_of_more_than_the_outputs_of_an_example_is_refused(kind, is_ragged, options, match):
+def test_a_loss_of_more_than_an_examples_outputs_is_refused(kind, is_ragged, options, match):
     labels = ids(V, ROWS, T, seed=2)
     labels[::3, 2:] = -100 if is_ragged else 0
     run = own(kind, labels, **options)

@@ -276,8 +276,8 @@ def test_what_is_not_stepped_on_changes_nothing(what):
     torch.testing.assert_close(*ends)
 
 
-def test_a_second_forward_that_begins_later_is_checked_on_the_next_batch(monkeypatch):
-    """The first forward of such a batch is not kept to be run again, before the second is met."""
+def test_a_second_forward_that_begins_later_is_checked(monkeypatch):
+    """On the next batch: a first forward is not kept to be run again before the second is met."""
     checked, right = [], identity.check
     engine, *parts = private(checks=1e-9, num_steps=6)
 
@@ -320,44 +320,43 @@ def one_in_the_other(model, x, y, other):
 @pytest.mark.parametrize(
     "loss", [mismatch, written_into_a_buffer, normalised_by_a_generator, one_in_the_other]
 )
-def test_forwards_whose_rows_are_not_one_example_each_are_refused(loss):
+def test_forwards_of_rows_that_are_no_examples_are_refused(loss):
     engine, *parts = private(sampler="shuffle", num_steps=4)
     with pytest.raises((ValueError, ExactnessError), match="example"):
         fit(*parts, loss)
     assert len(engine.ledger) <= 1
 
 
+def generated(run):
+    return Generator()(torch.randn(len(run.x), LATENT))
+
+
+def other_rows(run):
+    run.loss()
+    run.model(data(3, 6))
+
+
 def after_the_step(run):
-    fake = Generator()(torch.randn(len(run.x), LATENT))
     run.step()
-    run.model(fake).mean().backward()
+    run.model(generated(run)).mean().backward()
 
 
 @pytest.mark.parametrize(
-    ("loop", "error", "match"),
+    ("loop", "match"),
     [
         (
-            lambda run: (run.model(run.x), run.model(data(3, 6))),
-            RuntimeError,
-            r"called on \d+ examples, then on 3, for one batch",
+            lambda run: (run.loss(), run.model(data(3, 6))),
+            r"called on \d+ examples, then on 3, for",
         ),
-        (
-            lambda run: run.model(Generator()(torch.randn(len(run.x), LATENT))),
-            UnsupportedLayerError,
-            r"shape \(6, 5\) outside of it.*pause",
-        ),
-        (after_the_step, RuntimeError, r"after its optimizer.step.*engine.pause"),
-        (
-            lambda run: run.model(nn.Linear(6, 6)(run.x)),
-            UnsupportedLayerError,
-            "trained without clipping and noise",
-        ),
+        (lambda run: run.model(generated(run)), r"shape \(6, 5\) outside of it.*pause"),
+        (after_the_step, r"after its optimizer.step.*engine.pause"),
+        (lambda run: run.model(nn.Linear(6, 6)(run.x)), "trained without clipping and noise"),
     ],
     ids=["other rows", "a generator", "a generator after the step", "an encoder"],
 )
-def test_forwards_that_no_noise_would_reach_are_refused(loop, error, match):
+def test_forwards_that_no_noise_would_reach_are_refused(loop, match):
     run = opened()
-    with pytest.raises(error, match=match):
+    with pytest.raises((RuntimeError, UnsupportedLayerError), match=match):
         loop(run)
     with torch.no_grad():
         run.model(data(3, 6))
@@ -500,7 +499,7 @@ class Fails(nn.Module):
         return x
 
 
-def test_a_backward_that_fails_after_another_one_is_not_half_a_step():
+def test_a_backward_that_fails_after_another_is_no_half_step():
     run = opened(randomise(nn.Sequential(nn.Linear(6, 5), Fails(), nn.Linear(5, 3))))
     (other,) = run.more
     run.loss().backward()

@@ -61,7 +61,7 @@ def test_physical_batches_count_units_and_split_none(kind, size):
 
 
 @each
-def test_a_replaced_unit_moves_the_sum_by_at_most_twice_the_bound(kind):
+def test_a_replaced_unit_moves_the_sum_by_at_most_two_bounds(kind):
     size = kind.plan().num_examples
     run = kind.plan(expected_batch_size=size, num_steps=1, noise_multiplier=0.0)
 
