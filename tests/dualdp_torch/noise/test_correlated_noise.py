@@ -74,7 +74,7 @@ def test_a_segment_begins_the_strategy_anew(name):
 def test_the_covariance_over_the_steps_is_that_of_the_strategy(name, steps):
     """Of fresh bits, within 5 standard errors, also where releases on record failed.
 
-    Normals that were never used then stand in the noise of the next steps.
+    Normals that were never used then stand in the noise of the next steps, of fresh bits too.
     """
     run, size, steps = plan(name, seed=None), 100_000, list(steps)
     found = in_order(run, {"w": torch.zeros(size)}, steps)
@@ -82,6 +82,9 @@ def test_the_covariance_over_the_steps_is_that_of_the_strategy(name, steps):
     wanted = root @ root.T
     errors = np.sqrt((np.outer(np.diag(wanted), np.diag(wanted)) + wanted**2) / size)
     assert (np.abs(found @ found.T / size - wanted) < 5 * errors).all()
+    other = in_order(run, {"w": torch.zeros(size)}, steps)
+    apart = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)) / size)
+    assert (np.abs(found @ other.T / size) < 6 * apart).all()
     for step, variance in zip(steps, np.diag(wanted), strict=True):
         assert run.noise_stddev(step) == pytest.approx(np.sqrt(variance))
 

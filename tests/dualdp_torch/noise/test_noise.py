@@ -73,12 +73,18 @@ def test_noise_depends_on_the_whole_key():
         assert (words[one] != words[other]).mean() > 0.99
 
 
-def test_devices_and_dtypes_have_keys_of_their_own():
-    found = dpt.noisy_mean(ZEROS, plan(), 2)
+def test_devices_and_dtypes_have_noise_of_their_own(monkeypatch):
+    keys = []
+
+    def seen(key, *rest, **options):
+        keys.append(tuple(key))
+        return normals_between(key, *rest, **options)
+
+    monkeypatch.setattr(noise, "normals_between", seen)
+    dpt.noisy_mean(ZEROS, plan(), 0)
+    assert len(set(keys)) == len(ZEROS)
+    found = released(ZEROS, plan(noise="secure", seed=None), 0)
     assert independent(found["a"].flatten()[:40_000].numpy(), found["b"].numpy())
-    torch.manual_seed(123)
-    again = dpt.noisy_mean(ZEROS, plan(), 2)
-    assert all(torch.equal(found[name], again[name]) for name in ZEROS)
 
 
 BLT = {"sampler": "fixed_order", "accountant": "pld", "num_examples": 500}
