@@ -7,7 +7,7 @@ import pytest
 
 MOST = 3  # cases of one test in the fast tier
 MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")
-MARKED += ("tests/user/", "tests/zoo/", "tests/dualdp_jax/")  # as written
+MARKED += ("tests/user/", "tests/zoo/", "tests/dualdp_jax/", "tests/dualdp_torch/")  # as written
 
 
 def thin_out(items):
