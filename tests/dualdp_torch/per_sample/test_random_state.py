@@ -99,15 +99,3 @@ def test_draws_that_can_not_be_repeated_are_told_by_the_losses(is_normalised, mo
     if not is_normalised:
         with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
             dpt.per_sample_norms(squares, Hidden("hidden"), x)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_transformer_layers_with_dropout(p):
-    """Attention is captured as other functions, which draw their masks in the same order (90).
-
-    A normalised output has the same squares whatever the masks are: losses alone would not tell.
-    """
-    torch.manual_seed(0)
-    layer, weights = nn.TransformerEncoderLayer(16, 2, 32, dropout=p, batch_first=True), data(16)
-    for loss in (squares, lambda m, x: (m(x) @ weights).sum(1)):
-        assert largest_contribution(layer, data(N, 5, 16), loss) <= 1
