@@ -152,7 +152,12 @@ MIXES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [*((kind, "auto") for kind in MIXES), ("mean", "ghost"), ("output", "ghost")]
+    ("kind", "mode"),
+    [
+        ("mean", "auto"),
+        *(pytest.param(kind, "auto", marks=pytest.mark.slow) for kind in MIXES if kind != "mean"),
+        *(pytest.param(kind, "ghost", marks=pytest.mark.slow) for kind in ("mean", "output")),
+    ],
 )
 def test_mixing_that_begins_later_is_stopped(kind, mode):
     """known_failures 66, 67: nothing of the code changes, only a number that it holds."""

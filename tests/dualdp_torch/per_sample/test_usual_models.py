@@ -15,6 +15,7 @@ from tests.dualdp_torch.per_sample.loops import (
     linear,
     loss,
     rows,
+    slow,
     trained,
     words,
 )
@@ -142,7 +143,7 @@ def squared(model, batch):
     return F.mse_loss(out, target)
 
 
-@pytest.mark.parametrize("kind", CHANCE)
+@pytest.mark.parametrize("kind", ["diffusion", "masks", *slow(*list(CHANCE)[1:-1])])
 def test_gradients_are_those_of_the_numbers_that_a_forward_draws(kind):
     """In every mode they pass the checks; recorded they are those of the plain forward."""
     forward, more = CHANCE[kind]

@@ -278,7 +278,7 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize("loop", IMAGES)
+@pytest.mark.parametrize("loop", [*IMAGES[:2], logged, *slow(*IMAGES[2:5], in_parts)])
 def test_losses_of_images(loop):
     train(images(), loop, steps=6 if loop is logged else 2)
 
