@@ -121,6 +121,31 @@ def test_a_norm_that_is_computed_again_changes_no_other(scale, clipping):
     torch.testing.assert_close(second[:2], first[:2], rtol=0, atol=0)
 
 
+#: Of inputs and of output gradients.
+SCALES = [
+    *((1e-21, 1e18), (1e18, 1e-21), (1e-20, 1.0), (1e20, 1.0), (1.0, 1e20), (1e15, 1e15)),
+    *((1e-20, 1e20), (1e10, 1e12), (1e-12, 1e-12)),
+]
+
+
+@pytest.mark.parametrize("method", BY_METHOD)
+@pytest.mark.parametrize("positions", [None, 3, *slow(48)])
+def test_squares_that_overflow_or_vanish(positions, method):
+    """From above, and from below where the norm in float64 exceeds C."""
+    shape = (N, 16) if positions is None else (N, positions, 16)
+    model = Layer(16)
+    model.large.requires_grad_(False)
+    for turn, (input_scale, grad_scale) in enumerate(SCALES):
+        inputs, grads_out = data(*shape, seed=5) * input_scale, data(*shape, seed=6) * grad_scale
+        pairs = zip(inputs.double(), grads_out.double(), strict=True)
+        exact = torch.stack([torch.einsum("...i,...o->oi", a, g).norm() for a, g in pairs])
+        bound = (1e-4, 1.0, 100.0)[turn % 3]
+        options = {"max_grad_norm": bound, "method": method}
+        found = contributions(loss, model, data(N, 4), inputs, grads_out, **options)
+        assert (found <= 1).all(), (input_scale, grad_scale, bound)
+        assert (found >= 1 - 3e-4)[exact > bound].all(), (input_scale, grad_scale, bound)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_norms_whose_squares_overflow_are_told(method):
     model, x = nn.Linear(3, 2), data(4, 3) * 1e25

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch.per_sample import call
+from dualdp_torch.per_sample.vmap_and_loop import is_same_forward
 from tests.dualdp_torch.checks import data
 from tests.dualdp_torch.per_sample.loops import size_of, squares
 
@@ -99,3 +100,11 @@ def test_draws_that_can_not_be_repeated_are_told_by_the_losses(is_normalised, mo
     if not is_normalised:
         with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
             dpt.per_sample_norms(squares, Hidden("hidden"), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_of_another_forward_are_told_apart(dtype):
+    """Also where the sum of their sizes exceeds the largest number of the dtype."""
+    outputs = torch.linspace(-4, 4, 1_000_000).to(dtype)
+    assert is_same_forward(outputs, outputs.clone())
+    assert not is_same_forward(outputs, outputs.roll(1000))

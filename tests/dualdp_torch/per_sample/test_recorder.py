@@ -142,6 +142,15 @@ def test_a_first_batch_of_one_example_is_compared(monkeypatch):
         recorded(*classify(1), loss=classified, method="book_keeping")
 
 
+def test_inputs_that_change_before_they_are_read_are_refused():
+    model, x, y = classify()
+    record = recorded(model, x, y, loss=classified, check="off")
+    x.zero_()
+    for read in (record.grads, record.norms, lambda: record.clipped_sum(max_grad_norm=1.0)):
+        with pytest.raises(dpt.ChangedInPlaceError, match="was changed in place after it was used"):
+            read()
+
+
 # ---------------------------------------------------------------------- by vmap
 
 

@@ -243,6 +243,8 @@ def test_one_halved_row_of_1024_is_refused_on_the_first_batch(clipping, plant):
     x = F.normalize(data(1024, 6), dim=1)  # norms alike, so that no row is a suspect
     with pytest.raises(ExactnessError, match="over the batch differs"):
         clipped(x, max_grad_norm=1e-3, method="materialize", clipping=clipping)
+    with pytest.raises(ExactnessError, match="over the batch differs"):  # by the signed sum alone
+        dpt.per_sample_grads(squares, net(), x, method="materialize")
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -202,6 +202,9 @@ def test_every_loss_of_one_backward_is_looked_at(position, run):
 TEACHER = nn.Linear(6, 3)
 #: What is each row's own, or public.
 RIGHT = {
+    "in place": on(lambda x: x.sub_(0.5).div_(2.0)),
+    "noise": on(lambda x: x + 0.1 * torch.randn_like(x)),
+    "dropped": on(lambda x: F.dropout(x, 0.3)),
     "its own mean": on(lambda x: x - x.mean(1, keepdim=True)),
     "noise of a generator": on(
         lambda x: x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
