@@ -73,6 +73,7 @@ MISTAKES = {
     # (n, 1) against (n,) is (n, n)
     "mse": of(lambda o, x, y: F.mse_loss(o[:, :1], y.float())),
     "by hand": of(lambda o, x, y: ((o[:, :1] - y) ** 2).mean()),
+    "poisson": of(lambda o, x, y: F.poisson_nll_loss(o[:, :1], y.float())),
     "gaussian": of(lambda o, x, y: F.gaussian_nll_loss(o[:, :1], y.float(), torch.ones(len(y)))),
     # statistics of the batch
     "centred": of(lambda o, x, y: (o - o.mean(0)).square().mean()),
@@ -217,6 +218,11 @@ RIGHT = {
         lambda o, x, y: (each(o, y) * torch.from_numpy(np.ones(3))[y]).mean() * np.float32(0.5)
     ),
     "a teacher": of(lambda o, x, y: (o - TEACHER(x).detach()).square().sum(1).mean()),
+    "written after a count": of(
+        lambda o, x, y: (
+            (each(o, y) * torch.ones(len(y)).mul_(2 * len(y)).div_(len(y))).sum() / len(y)
+        )
+    ),
     "as many classes as rows": of(
         lambda o, x, y: F.mse_loss(F.pad(o, (0, 9)), F.one_hot(y, 12).float()) / 12
     ),
