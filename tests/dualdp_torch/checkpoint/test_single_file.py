@@ -24,8 +24,8 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
 }
 
 
@@ -72,27 +72,42 @@ def load(path, made=None, **options):
 
 
 def assert_bitwise(one, other):
-    """Parameters and optimizer state are the same bits."""
+    """Parameters and optimizers are the same bits; the order in the optimizer does not matter."""
     for name, value in one[1].state_dict().items():
         assert torch.equal(value, other[1].state_dict()[name]), name
-    states = [run[2].state_dict()["state"] for run in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    for key, slots in states[0].items():
-        for slot, value in slots.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][key][slot])), slot
+    for p, q in zip(one[1].parameters(), other[1].parameters(), strict=True):
+        ours, theirs = (run[2].state.get(key, {}) for run, key in ((one, p), (other, q)))
+        assert ours.keys() == theirs.keys()
+        for slot, value in ours.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[slot])), slot
+    groups = [
+        {name: (type(v), v) for name, v in run[2].param_groups[0].items() if name != "params"}
+        for run in (one, other)
+    ]
+    assert groups[0] == groups[1]
 
 
-@pytest.mark.parametrize("size", [None, 4])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_resumed_run_of_a_seed_is_bitwise_the_uninterrupted_one(kind, size, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mode", "size"),
+    [
+        ("sgd", torch.float32, "auto", None),
+        ("momentum", torch.float32, "ghost", None),
+        ("adam", torch.float32, "hooks", 4),
+        ("asgd", torch.float64, "auto", None),
+        ("tensor", torch.bfloat16, "auto", 4),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, dtype, mode, size, tmp_path):
     """Steps 4 to 7 run again from the checkpoint, and are further releases."""
     path, run = tmp_path / "run.safetensors", plan(num_steps=8, physical_batch_size=size)
     torch.manual_seed(7)
-    whole = begin(run, parts(kind))
+    whole = begin(run, parts(kind, dtype), grad_sample_mode=mode)
     go(*whole, save_at=4, path=path)
     whole[0].detach()
     torch.manual_seed(8)
-    again = load(path, parts(kind))
+    made = parts(kind, dtype, reverse=True)
+    made[0].scale.zero_()
+    again = load(path, made)
     assert again[0].ledger.position == 4
     assert len(again[0].ledger) == 8  # the file knows what was released since
     assert again[0].get_epsilon() == whole[0].get_epsilon() == pytest.approx(run.epsilon())
@@ -100,25 +115,6 @@ def test_a_resumed_run_of_a_seed_is_bitwise_the_uninterrupted_one(kind, size, tm
     assert_bitwise(whole, again)
     assert len(again[0].ledger) == 12
     assert again[0].get_epsilon() == pytest.approx(plan(num_steps=12).epsilon())
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_resume_at_the_last_step_is_bitwise_too(mode, tmp_path):
-    path = tmp_path / "run.safetensors"
-    torch.manual_seed(7)
-    whole = begin(plan(num_steps=6), grad_sample_mode=mode)
-    go(*whole, until=4)
-    dpt.save_checkpoint(path, model=whole[1], optimizer=whole[2], engine=whole[0])
-    whole[0].detach()
-    torch.manual_seed(7)
-    straight = begin(plan(num_steps=6), grad_sample_mode=mode)
-    go(*straight, until=4)
-    state = torch.get_rng_state()
-    go(*straight)
-    again = load(path)
-    assert torch.equal(torch.get_rng_state(), state)
-    go(*again)
-    assert_bitwise(straight, again)
 
 
 def one_more(run):
@@ -230,35 +226,6 @@ def test_schedules_bounds_and_budget_go_on(tmp_path):
         next(iter(again[3]))
 
 
-def test_the_order_in_the_optimizer_does_not_matter(tmp_path):
-    path = tmp_path / "run.safetensors"
-    whole = begin(plan(), parts("momentum"))
-    go(*whole, save_at=3, path=path)
-    whole[0].detach()
-    again = load(path, parts("momentum", reverse=True))
-    go(*again)
-    for one, other in zip(whole[1].parameters(), again[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_low_precision_and_other_values_of_optimizers(tmp_path):
-    path = tmp_path / "run.safetensors"
-    model, _, loader = parts(dtype=torch.bfloat16)
-
-    def made():
-        model, _, loader = parts(dtype=torch.bfloat16)
-        return model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)), loader
-
-    whole = begin(plan(), made())
-    go(*whole, save_at=3, path=path)
-    whole[0].detach()
-    again = load(path, made())
-    assert again[2].param_groups[0]["betas"] == (0.9, 0.999)
-    assert torch.is_tensor(again[2].param_groups[0]["lr"])
-    go(*again)
-    assert_bitwise(whole, again)
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -274,16 +241,16 @@ def saved(tmp_path):
 
 def model_of(*layers):
     """The parts with other layers."""
-    model = nn.Sequential(*layers)
-    model.register_buffer("scale", torch.full((2,), 3.0))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True), parts()[2]
+    made = nn.Sequential(*layers)
+    made.register_buffer("scale", torch.full((2,), 3.0))
+    return made, OPTIMIZERS["adam"](made.parameters()), parts()[2]
 
 
 def frozen():
     """The parts with a frozen bias."""
-    model, optimizer, loader = parts()
-    model[0].bias.requires_grad_(False)
-    return model, optimizer, loader
+    made = parts()
+    made[0][0].bias.requires_grad_(False)
+    return made
 
 
 def in_groups(*sizes):
@@ -291,7 +258,7 @@ def in_groups(*sizes):
     model, _, loader = parts()
     left = iter(model.parameters())
     groups = [{"params": list(itertools.islice(left, size))} for size in sizes]
-    return model, torch.optim.AdamW(groups, lr=0.01, amsgrad=True), loader
+    return model, OPTIMIZERS["adam"](groups), loader
 
 
 @pytest.mark.parametrize(
@@ -309,10 +276,7 @@ def in_groups(*sizes):
         (frozen, r"run trains \['0.bias'\], which are frozen"),
         (lambda: parts("sgd"), "state of torch.optim.adamw.AdamW, but optimizer is a torch.optim"),
         (lambda: in_groups(2, 2), "has 2 parameter groups, but the checkpoint has 1"),
-        (
-            lambda: (parts()[0], parts()[1], parts()[2]),
-            "The optimizer holds a parameter that is not the model's",
-        ),
+        (lambda: (parts()[0], *parts()[1:]), "The optimizer holds a parameter that is not the mod"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(made, match, saved):
@@ -383,7 +347,7 @@ def test_saving_at_a_wrong_time_is_refused(tmp_path):
 
 
 def test_an_optimizer_with_code_in_its_state_is_refused(tmp_path):
-    engine, model, optimizer, loader = begin(plan())
+    engine, model, optimizer, _ = begin(plan())
     optimizer.param_groups[0]["rule"] = lambda x: x
     with pytest.raises(TypeError, match="The optimizer keeps 'rule', a function, which can't be"):
         dpt.save_checkpoint(tmp_path / "run", model=model, optimizer=optimizer, engine=engine)
