@@ -6,7 +6,16 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")  # as written
+MARKED = (
+    "tests/dualdp/",
+    "tests/dualdp_tools/",
+    "tests/benchmarks/",
+    "tests/grid/",
+    "tests/dualdp_torch/integrations/",
+    "tests/dualdp_torch/checkpoint/",
+    "tests/dualdp_torch/finetuning/",
+    "tests/dualdp_torch/parallel/",
+)  # as written
 
 
 def thin_out(items):

@@ -64,6 +64,19 @@ def go(engine, model, optimizer, loader, until=None, save_at=None, path=None):
             break
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.safetensors"
+
+
+def first(path, save_at, run=None, made=None, until=None, **options):
+    """A run that was saved after a step, went on, and is detached."""
+    whole = begin(run, made, **options)
+    go(*whole, until=until, save_at=save_at, path=path)
+    whole[0].detach()
+    return whole
+
+
 def load(path, made=None, **options):
     """(engine, model, optimizer, loader) that go on from a file."""
     model, optimizer, loader = made or parts()
@@ -97,13 +110,11 @@ def assert_bitwise(one, other):
         ("tensor", torch.bfloat16, "auto", 4),
     ],
 )
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, dtype, mode, size, tmp_path):
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, dtype, mode, size, path):
     """Steps 4 to 7 run again from the checkpoint, and are further releases."""
-    path, run = tmp_path / "run.safetensors", plan(num_steps=8, physical_batch_size=size)
+    run = plan(num_steps=8, physical_batch_size=size)
     torch.manual_seed(7)
-    whole = begin(run, parts(kind, dtype), grad_sample_mode=mode)
-    go(*whole, save_at=4, path=path)
-    whole[0].detach()
+    whole = first(path, 4, run, parts(kind, dtype), grad_sample_mode=mode)
     torch.manual_seed(8)
     made = parts(kind, dtype, reverse=True)
     made[0].scale.zero_()
@@ -126,19 +137,18 @@ def one_more(run):
 
 
 @pytest.mark.parametrize("noise", ["fast", "portable", "secure"])
-def test_two_resumes_of_one_checkpoint_differ_in_noise_and_batches(noise, tmp_path):
+def test_two_resumes_differ_in_noise_and_batches(noise, path):
     """known_failures 17 and 81: what one of them releases says nothing of the other's noise."""
-    path = tmp_path / "run.safetensors"
     whole = begin(plan(noise=noise, seed=None, num_steps=60, noise_multiplier=100.0))
     go(*whole, until=1, save_at=1, path=path)
     found = [one_more(whole)]
     whole[0].detach()
     for copy in ("one", "two"):  # as a checkpoint that was copied to two machines
-        folder = tmp_path / copy
+        folder = path.parent / copy
         folder.mkdir()
-        for name in ("run.safetensors", "run.safetensors.ledger"):
-            shutil.copy(tmp_path / name, folder / name)
-        again = load(folder / "run.safetensors")
+        for name in (path.name, f"{path.name}.ledger"):
+            shutil.copy(path.with_name(name), folder / name)
+        again = load(folder / path.name)
         assert again[0].ledger.segments[1:]
         found.append(one_more(again))
         again[0].detach()
@@ -148,7 +158,7 @@ def test_two_resumes_of_one_checkpoint_differ_in_noise_and_batches(noise, tmp_pa
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.8
 
 
-def test_no_file_of_a_run_holds_its_bits(tmp_path, monkeypatch):
+def test_no_file_of_a_run_holds_its_bits(path, monkeypatch):
     """known_failures 50 and 53: no key is on the disk, nor what it would give."""
     given, real = [], bits.fresh_bits
 
@@ -158,24 +168,19 @@ def test_no_file_of_a_run_holds_its_bits(tmp_path, monkeypatch):
 
     for module in (bits, ledger_module):
         monkeypatch.setattr(module, "fresh_bits", noted)
-    path = tmp_path / "run.safetensors"
-    whole = begin(plan(seed=None, max_grad_norm=schedules.AdaptiveNorm(0.1)))
-    go(*whole, until=4, save_at=2, path=path)
-    whole[0].detach()
+    first(path, 2, plan(seed=None, max_grad_norm=schedules.AdaptiveNorm(0.1)), until=4)
     go(*load(path))
     assert len(given) >= 2 + 2 * 8  # batches of two segments, counts and noise of eight releases
-    files = [file.read_bytes() for file in tmp_path.iterdir()]
+    files = [file.read_bytes() for file in path.parent.iterdir()]
     assert len(files) == 2
     for secret in given:
         for text in (secret, secret[:8], secret.hex().encode(), base64.b64encode(secret)[:-4]):
             assert not any(text in file for file in files)
 
 
-def test_recalibrated_steps_fit_the_target(tmp_path):
-    path, run = tmp_path / "run.safetensors", plan(seed=None, target_epsilon=plan().epsilon())
-    whole = begin(run)
-    go(*whole, until=5, save_at=2, path=path)
-    whole[0].detach()
+def test_recalibrated_steps_fit_the_target(path):
+    run = plan(seed=None, target_epsilon=plan().epsilon())
+    first(path, 2, run, until=5)
     model, optimizer, loader = parts()
     engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer)
     assert engine.ledger.end == 3  # of the six steps
@@ -191,12 +196,8 @@ def test_recalibrated_steps_fit_the_target(tmp_path):
     engine.resume(data_loader=parts()[2])  # what was refused left the run as it was
 
 
-def test_an_interrupted_epoch_is_finished_first(tmp_path):
-    path = tmp_path / "run.safetensors"
-    whole = begin(noise_multiplier=1.0, max_grad_norm=1.0)
-    assert len(whole[3]) == 5
-    go(*whole, until=3, save_at=3, path=path)
-    whole[0].detach()
+def test_an_interrupted_epoch_is_finished_first(path):
+    first(path, 3, until=3, noise_multiplier=1.0, max_grad_norm=1.0)
     again = load(path)
     assert len(again[3]) == 2
     go(*again)
@@ -204,19 +205,16 @@ def test_an_interrupted_epoch_is_finished_first(tmp_path):
     assert len(again[3]) == 5
 
 
-def test_schedules_bounds_and_budget_go_on(tmp_path):
-    path = tmp_path / "run.safetensors"
+def test_schedules_bounds_and_budget_go_on(path):
     run = plan(
         max_grad_norm=schedules.AdaptiveNorm(0.1),
         noise_multiplier=schedules.Linear(2.0, 1.0, 10),
         num_steps=9,
         target_epsilon=plan(num_steps=30).epsilon(),
     )
-    whole = begin(run)
-    go(*whole, save_at=5, path=path)
+    whole = first(path, 5, run)
     bounds = [entry["max_grad_norm"] for entry in whole[0].ledger.entries]
     assert len(set(bounds)) == 9
-    whole[0].detach()
     again = load(path)
     assert again[0].ledger.max_grad_norm == bounds[5]
     assert again[0].plan.to_json() == run.to_json()
@@ -230,12 +228,9 @@ def test_schedules_bounds_and_budget_go_on(tmp_path):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(path):
     """A file of a run that was saved after two steps."""
-    path = tmp_path / "run.safetensors"
-    engine, model, optimizer, loader = begin(plan())
-    go(engine, model, optimizer, loader, until=2, save_at=2, path=path)
-    engine.detach()
+    first(path, 2, plan(), until=2)
     return path
 
 
@@ -289,11 +284,8 @@ def test_a_file_that_does_not_fit_is_refused(made, match, saved):
     load(saved)  # the ledger was given back
 
 
-def test_other_groups_are_refused(tmp_path):
-    path = tmp_path / "run.safetensors"
-    engine, model, optimizer, loader = begin(plan(), in_groups(2, 2))
-    go(engine, model, optimizer, loader, until=1, save_at=1, path=path)
-    engine.detach()
+def test_other_groups_are_refused(path):
+    first(path, 1, plan(), in_groups(2, 2), until=1)
     with pytest.raises(ValueError, match=r"Parameter group 0 of the optimizer holds \['0.bias',"):
         load(path, in_groups(3, 1))
 
@@ -319,8 +311,7 @@ def test_truncated_edited_and_foreign_files_are_refused(saved):
         load(saved)
 
 
-def test_saving_at_a_wrong_time_is_refused(tmp_path):
-    path = tmp_path / "run.safetensors"
+def test_saving_at_a_wrong_time_is_refused(path):
     engine, model, optimizer, loader = begin(plan(physical_batch_size=3))
     batches = iter(loader)
 
@@ -346,11 +337,11 @@ def test_saving_at_a_wrong_time_is_refused(tmp_path):
         save(engine=dpt.PrivacyEngine())
 
 
-def test_an_optimizer_with_code_in_its_state_is_refused(tmp_path):
+def test_an_optimizer_with_code_in_its_state_is_refused(path):
     engine, model, optimizer, _ = begin(plan())
     optimizer.param_groups[0]["rule"] = lambda x: x
     with pytest.raises(TypeError, match="The optimizer keeps 'rule', a function, which can't be"):
-        dpt.save_checkpoint(tmp_path / "run", model=model, optimizer=optimizer, engine=engine)
+        dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
 
 
 def test_a_run_goes_on_once(saved):

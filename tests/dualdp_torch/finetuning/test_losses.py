@@ -271,7 +271,7 @@ def test_mistakes_are_refused_in_a_sentence(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_response_without_tokens_weighs_nothing_where_values_can_not_be_read():
+def test_a_response_without_tokens_weighs_nothing_under_vmap():
     model, batch = model_of("gpt2"), unanswered()
     one = lambda ids, labels: dpt.sft_loss(  # noqa: E731
         model, {"input_ids": ids[None], "labels": labels[None]}

@@ -120,7 +120,7 @@ def test_a_compiled_trainer_trains_as_the_engine_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_checkpoints_activations_trains_as_without(tmp_path, monkeypatch):
+def test_checkpointed_activations_train_as_kept_ones(tmp_path, monkeypatch):
     """known_failures 87: recomputed without reentrance, with the same dropout."""
     kind, told = transformers.BertForSequenceClassification, []
     real, kwargs = kind.activation_checkpointing_enable, {"preserve_rng_state": True}
