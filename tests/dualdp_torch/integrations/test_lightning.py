@@ -344,6 +344,7 @@ def test_a_spent_budget_ends_the_training(tmp_path):
     ledger = callback.engine.ledger
     assert 6 < fit.global_step == len(ledger) == ledger.end < 100
     assert ledger.get_epsilon() <= 4.0
+    assert fit.current_epoch <= ledger.end
 
 
 @pytest.mark.parametrize(
