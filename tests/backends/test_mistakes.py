@@ -26,6 +26,7 @@ from tests.mistakes import refused, untidy
 N = 24
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
 Y = X.sum(1)
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 NUMBERS = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
 
 
@@ -249,6 +250,7 @@ def like(inputs, kind=torch.optim.SGD):
     return model, kind(model.parameters(), lr=0.1)
 
 
+LEAVES = {"kernel": jnp.zeros((3, 1)), "bias": jnp.zeros(1)}
 ON_TORCH = {
     TypeError: {
         "module is the class Linear. Exp": lambda k: k.begin(module=nn.Linear, optimizer=k.sgd),
@@ -269,6 +271,9 @@ ON_TORCH = {
             k.sum(lambda m, x: x, k.model, X)
         ),
         "is not callable": lambda k: dpt.register_rule("linear", None),
+        "mapping is a list. Expected a mapping from torch names": lambda k: port.to_jax(
+            k.model, like={"v": jnp.zeros((3, 1))}, mapping=["weight"]
+        ),
         "'(bias|weight)' is a Tensor. Expected an array": lambda k: port.to_torch(
             k.model.state_dict(), like=k.model
         ),
@@ -307,6 +312,12 @@ ON_TORCH = {
         "Expected the optimizer of this model": lambda k: k.load("run", (nn.Linear(3, 1), k.sgd)),
         "is a checkpoint of torch already": lambda k: port.checkpoint(
             k.at / "run", k.at / "new", to="torch", like=None
+        ),
+        "layout='o i' has no '->'. Expected torch's axes and JAX's": lambda k: port.to_jax(
+            k.model, like=LEAVES, mapping={"weight": ("kernel", "o i")}
+        ),
+        r"weight \(1, 3\) in torch would be \(3, 1\) in JAX, but kernel is \(4, 1\)": lambda k: (
+            port.to_jax(k.model, like={**LEAVES, "kernel": jnp.zeros((4, 1))})
         ),
     },
     RuntimeError: {
