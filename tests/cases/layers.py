@@ -319,9 +319,6 @@ _VARIANTS = (
     _MLP.but(frozen=("0.weight", "0.bias")),
     _CNN.but(frozen=("0.weight",)),
     _TOKENS.but(frozen=("0.weight",)),
-    *(case.but(n=n) for case in (_MLP, _CNN, _TOKENS) for n in (0, 1, 6)),
-    *(case.but(dtype="float64") for case in (_MLP, _CNN, _TOKENS, *_SPECIAL)),
-    *(case.but(seed=7) for case in (_MLP, _CNN, _TOKENS)),
 )
 
 #: Every case of the shared grid; names are unique.
