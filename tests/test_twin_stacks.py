@@ -3,10 +3,7 @@
 
 import inspect
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import torch
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
@@ -107,38 +104,3 @@ def test_functions_of_one_stack_are_in_the_table():
     assert {*DIFFERENT} <= {*TORCH} & {*JAX}
     reasons = {*ALONE}.union(*(reasons for reasons, *_ in DIFFERENT.values()))
     assert len(reasons) + len(DEFAULTS) <= 10
-
-
-#: Arguments of `clipped_grad_sum` that both refuse by the same words.
-BAD = {
-    "method": {"method": "guess"},
-    "clipping": {"clipping": "none"},
-    "bound below 0": {"max_grad_norm": -1.0},
-    "bound nan": {"max_grad_norm": float("nan")},
-    "bound as text": {"max_grad_norm": "1"},
-    "chunks of 0": {"physical_batch_size": 0},
-    "chunks as text": {"physical_batch_size": "2"},
-    "memory as text": {"max_memory": "1"},
-    "check": {"check": "never"},
-    "rows of 0": {"rows_per_unit": 0},
-}
-
-
-def words(call, options):
-    with pytest.raises((TypeError, ValueError)) as refused:
-        call(**{"max_grad_norm": 1.0, **options})
-    return type(refused.value), str(refused.value)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_the_same_words(name):
-    x, model = np.ones((4, 3), np.float32), torch.nn.Linear(3, 1)
-
-    def on_torch(**options):
-        losses = lambda model, x: model(x)[:, 0]  # noqa: E731
-        return dpt.clipped_grad_sum(losses, model, torch.tensor(x), **options)
-
-    def on_jax(**options):
-        return dpj.clipped_grad_sum(lambda p, x: p @ x, jnp.ones(3), x, **options)
-
-    assert words(on_torch, BAD[name]) == words(on_jax, BAD[name])

@@ -6,7 +6,16 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")  # as written
+MARKED = (
+    "tests/dualdp/",
+    "tests/dualdp_tools/",
+    "tests/benchmarks/",
+    "tests/grid/",
+    "tests/backends/",
+    "tests/property/",
+    "tests/docs/",
+    "tests/peers/",
+)  # as written
 
 
 def thin_out(items):

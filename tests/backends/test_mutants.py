@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 from functools import cache
 
-import numpy as np
 import pytest
 
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
@@ -14,10 +13,7 @@ from dualdp.plan import samplers
 from dualdp.randomness import fresh_bits
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
-from tests.pairwise import pairwise
 from tests.private_steps import STEPS, torch_step, torch_tied
-
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
 
 
 def engine_step(stack):
@@ -172,17 +168,6 @@ def other_sensitivity(number, **plan):
     return mutant
 
 
-def of_one_column(plan):
-    column = plan.correlation.strategy(plan.num_steps)
-    return float(np.linalg.norm(column))
-
-
-def of_another_order(stack, patch):
-    """A new order in each pass, accounted as one order for the run."""
-    patch.setitem(samplers.SAMPLERS, "fixed_order", samplers.shuffle)
-    return STEPS[stack](**FIXED)
-
-
 def of_no_class(stack, patch):
     """Poisson batches of everybody, accounted as classes that take turns."""
     patch.setitem(samplers.SAMPLERS, "cyclic_poisson", samplers.poisson)
@@ -190,31 +175,17 @@ def of_no_class(stack, patch):
 
 
 MUTANTS = {
-    "window drawn from one step": (
-        other_rows(lambda z, kept: tuple(z for _ in kept), **FIXED),
-        "run",
-    ),
     "window lacks its last draw": (other_rows(lambda z, kept: kept[:-1], **FIXED), "run"),
-    "window shifted by a step": (
-        other_rows(lambda z, kept: (*kept[1:], *kept[-1:]), **FIXED),
-        "run",
-    ),
     "band without its rows": (other_rows(lambda z, kept: (), **CYCLIC), "run"),
-    "sensitivity of one participation": (other_sensitivity(of_one_column, **FIXED), "run"),
     "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, **CYCLIC), "run"),
-    "another order in each pass": (of_another_order, "run"),
     "Poisson batches as classes": (of_no_class, "run"),
     "noise x 0.98": (noise_times(0.98), "run"),
-    "noise x 0.9": (noise_times(0.9), "run"),
-    "noise x 0.5": (noise_times(0.5), "run"),
-    "clipping off": (clipping_times(1e9), "sensitivity"),
     "clip + 5 %": (clipping_times(1.05), "sensitivity"),
     "clip by min(norm / C, 1)": (inverted_factors, "sensitivity"),
     "tied norm without cross term": (without_cross_term, "sensitivity"),
     "q x 1.2": (batches("poisson", 1.2), "run"),
     "shuffled batches as Poisson": (batches("shuffle"), "run"),
     "fixed-size batches as Poisson": (batches("fixed_size"), "run"),
-    "noise reused every step": (noise_of_step(lambda step: 0), "run"),
     "noise reused every tenth step": (noise_of_step(lambda step: step % 10), "run"),
     "mean taken for a sum": (mean_taken_for_a_sum, "sensitivity"),
     "empty batch skipped": (empty_batches_skipped, "empty"),
@@ -222,22 +193,23 @@ MUTANTS = {
 #: In JAX a loss belongs to one example and a tied weight is one array: these can't be written.
 ONLY_TORCH = ("mean taken for a sum", "tied norm without cross term")
 NEVER = {(name, "jax") for name in ONLY_TORCH}
-#: Each fault on both stacks and with three seeds, if not with each seed on each stack.
 CASES = [
-    pytest.param(name, stack, seed, marks=pytest.mark.slow if stack == "jax" or seed else ())
-    for name, stack, seed in pairwise(MUTANTS, BACKENDS, range(3), never=NEVER)
+    pytest.param(name, stack, marks=pytest.mark.slow if stack == "jax" else ())
+    for name in MUTANTS
+    for stack in BACKENDS
+    if (name, stack) not in NEVER
 ]
 
 
-@pytest.mark.parametrize(("name", "stack", "seed"), CASES)
-def test_every_mutant_is_killed(name, stack, seed, monkeypatch):
+@pytest.mark.parametrize(("name", "stack"), CASES)
+def test_every_mutant_is_killed(name, stack, monkeypatch):
     """Those of clipping without the spot checks of the engine."""
     plant, check = MUTANTS[name]
     if check == "sensitivity":
         monkeypatch.setattr(exactness, "RATE", 0.0)
     step = plant(stack, monkeypatch)
     try:
-        report = check_private_step(step, checks=[check], seed=seed)
+        report = check_private_step(step, checks=[check], seed=0)
     except (AccountingError, ExactnessError):  # the ledger refuses a skipped step, a check a sum
         assert check != "sensitivity"
     else:
@@ -245,10 +217,9 @@ def test_every_mutant_is_killed(name, stack, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("stack", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *SLOW])
-def test_the_correct_implementation_passes(stack, seed):
-    """All checks together; 50 seeds by `python -m benchmarks.trust`."""
-    report = check_private_step(STEPS[stack](), seed=seed)
+def test_the_correct_implementation_passes(stack):
+    """All checks together."""
+    report = check_private_step(STEPS[stack](), seed=0)
     assert report.passed, report
     assert all(check.passed for check in report.checks)
 
@@ -258,18 +229,14 @@ def test_the_correct_implementation_passes(stack, seed):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"noise": "portable"},
+        {"noise": "portable", "physical_batch_size": 7},
         {"noise": "secure", "seed": None},
-        {"physical_batch_size": 7},
         {"sampler": "fixed_size", "neighboring_relation": "replace"},
         {"sampler": "balls_in_bins"},
         {"sampler": "shuffle"},
-        {"sampler": "fixed_order"},
-        {"sampler": "cyclic_poisson", "min_separation": 5},
         FIXED,
         CYCLIC,
         {"sampler": "fixed_order", "correlation": correlated.blt(decays=(0.8,), scales=(0.4,))},
-        {"sampler": "fixed_order", "correlation": BAND, "noise": "portable"},
     ],
     ids=str,
 )
