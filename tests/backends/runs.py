@@ -53,7 +53,7 @@ class Run:
         engine: settings of the engine.
         method: of the engine, that begins the run.
         drop_last: of PyTorch's loader.
-        **arguments: of the method, or of `resume`.
+        **arguments: of the method, or of `resume`; in the place of what it would be given.
     """
 
     def __init__(self, stack, *, x=X, y=Y, start=START, load=None, engine=(),
@@ -74,7 +74,7 @@ class Run:
             if stack == "jax" and arguments.get("plan") is None:
                 owned["expected_batch_size"] = 12
             self.engine, self.given = face.PrivacyEngine(**dict(engine)), {**data, **owned}
-            made = getattr(self.engine, method)(**self.given, **arguments)
+            made = getattr(self.engine, method)(**{**self.given, **arguments})
         elif stack == "torch":
             self.engine = dpt.load_checkpoint(load, **self.parts)
             made = self.engine.resume(**data, **arguments)
@@ -83,7 +83,7 @@ class Run:
             made = self.engine.resume(**data, **owned, **arguments)
         self.loader = made[2]
         if stack == "jax":
-            self._step, self.state, _ = made
+            self.train_step, self.state, _ = made
 
     @property
     def weights(self):
@@ -101,7 +101,7 @@ class Run:
     def step(self, batch):
         """Train on a batch, a physical one on PyTorch."""
         if self.stack == "jax":
-            self.state, _ = self._step(self.state, batch)
+            self.state, _ = self.train_step(self.state, batch)
             return
         x, y = (part.to(DEVICE) for part in batch)
         self.optimizer.zero_grad()
@@ -116,9 +116,8 @@ class Run:
             if self.engine.ledger.position > released:
                 yield self.weights
 
-    def save(self, path):
-        if self.stack == "torch":
-            dpt.save_checkpoint(path, **self.parts, engine=self.engine)
-        else:
-            dpj.save_checkpoint(path, state=self.state, engine=self.engine)
+    def save(self, path, call="save_checkpoint", **changes):
+        own = self.parts if self.stack == "torch" else {"state": self.state}
+        save = getattr(FACES[self.stack], call)
+        save(path, **{**own, "engine": self.engine, **changes})
         self.engine.detach()

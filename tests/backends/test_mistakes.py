@@ -17,130 +17,90 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import dualdp
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import AccountingError, port
+from tests.backends.runs import FACES, START, Linear, Run, X, Y, loss_fn, make_plan
 from tests.mistakes import refused, untidy
 
-N = 24
-X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
-Y = X.sum(1)
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 NUMBERS = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
-def plan(**changes):
-    sizes = {"num_examples": N, "expected_batch_size": 6, "num_steps": 4, "delta": 1e-5}
-    return dualdp.PrivacyPlan(**{**sizes, **NUMBERS, "seed": 1, **changes})
+class Kit:
+    """Calls of one stack, each with something wrong, on 60 rows of 5 numbers.
 
+    Args:
+        stack: "torch" or "jax".
+        at: folder of `untidy`, and of three runs; the ledger of one is missing.
+    """
 
-class Torch:
-    """Calls of the PyTorch backend, each with something wrong."""
+    def __init__(self, stack, at):
+        self.stack, self.at, self.face, self.begun = stack, at, FACES[stack], []
+        self.arrays, self.sums = (X, Y), {"w": jnp.zeros(3)}
+        self.model, self.sgd = {"w": jnp.zeros(5)}, optax.sgd(0.1)
+        if stack == "torch":
+            self.arrays = torch.from_numpy(X), torch.from_numpy(Y)
+            self.model, self.sums = Linear(START), {"w": torch.zeros(3)}
+            self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        for name in ("run", "other", "recordless"):
+            self.save(name)
+        (at / "recordless.ledger").unlink()
 
-    face = dpt
-
-    def __init__(self, at):
-        self.at, self.model = at, nn.Linear(3, 1)
-        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.arrays = torch.from_numpy(X), torch.from_numpy(Y)
-        self.sums = {"w": torch.zeros(3)}
-        self.begun = []
+    def run(self, **changes):
+        numbers = {} if changes.get("plan") else NUMBERS
+        self.begun.append(Run(self.stack, **numbers, **changes))
+        return self.begun[-1]
 
     def begin(self, data=None, **changes):
-        model = changes.get("module", nn.Linear(3, 1))
-        if isinstance(model, nn.Module) and "optimizer" not in changes:
-            weights = list(model.parameters()) or [torch.zeros(1, requires_grad=True)]
-            changes["optimizer"] = torch.optim.SGD(weights, lr=0.1)
-        loader = DataLoader(TensorDataset(*self.arrays) if data is None else data, batch_size=6)
-        numbers = {} if changes.get("plan") else NUMBERS
-        self.begun.append(dpt.PrivacyEngine())
-        return self.begun[-1], *self.begun[-1].make_private(
-            **{"module": model, "data_loader": loader, **numbers, **changes}
-        )
+        """An engine that has begun a run, on these data."""
+        if data is not None and self.stack == "torch":
+            changes["data_loader"] = DataLoader(data, batch_size=6)
+        elif data is not None:
+            changes["data"] = data
+        return self.run(**changes).engine
 
     def sum(self, loss=None, *args, **changes):
-        loss = loss or (lambda model, x, y: (model(x).squeeze(-1) - y) ** 2)
-        args = args or (self.model, *self.arrays)
-        return dpt.clipped_grad_sum(loss, *args, **{"max_grad_norm": 1.0, **changes})
+        usual = (lambda model, x, y: model(x) - y) if self.stack == "torch" else loss_fn
+        args = (loss or usual, *(args or (self.model, *self.arrays)))
+        return self.face.clipped_grad_sum(*args, **{"max_grad_norm": 1.0, **changes})
 
-    def save(self, name, call=dpt.save_checkpoint, **changes):
-        engine, model, optimizer, _ = self.begin()
-        parts = {"model": model, "optimizer": optimizer, "engine": engine, **changes}
-        call(self.at / name if name else name, **parts)
-        engine.detach()
+    def save(self, name, call="save_checkpoint", **changes):
+        self.run().save(self.at / name if name else name, call, **changes)
 
     def load(self, name, like=None, **changes):
         model, optimizer = like or (self.model, self.sgd)
-        dpt.load_checkpoint(self.at / name, model=model, optimizer=optimizer, **changes)
+        if self.stack == "torch":
+            dpt.load_checkpoint(self.at / name, model=model, optimizer=optimizer, **changes)
+        else:
+            like = dpj.TrainState.create(model, optimizer)
+            dpj.load_checkpoint(self.at / name, like=like, **changes)
 
     def close_and_step(self):
-        engine, model, optimizer, loader = self.begin(ledger=self.at / "torch.closed")
-        x, y = next(iter(loader))
-        F.mse_loss(model(x).squeeze(-1), y).backward()
-        engine.ledger.close()
-        optimizer.step()
-
-
-class Jax:
-    """Calls of the JAX backend, each with something wrong."""
-
-    face = dpj
-
-    def __init__(self, at):
-        self.at, self.model, self.sgd = at, {"w": jnp.zeros(3)}, optax.sgd(0.1)
-        self.arrays, self.sums = (X, Y), {"w": jnp.zeros(3)}
-        self.state = dpj.TrainState.create(self.model, self.sgd)
-
-    @staticmethod
-    def loss(params, x, y):
-        return (x @ params["w"] - y) ** 2
-
-    def begin(self, data=None, **changes):
-        given = {"loss_fn": self.loss, "params": self.model, "optimizer": self.sgd}
-        numbers = {} if changes.get("plan") else {"expected_batch_size": 6, **NUMBERS}
-        engine = dpj.PrivacyEngine()
-        data = self.arrays if data is None else data
-        return engine, *engine.make_private(**{**given, "data": data, **numbers, **changes})
-
-    def sum(self, loss=None, *args, **changes):
-        args = (loss or self.loss, *(args or (self.model, *self.arrays)))
-        return dpj.clipped_grad_sum(*args, **{"max_grad_norm": 1.0, "check": "off", **changes})
-
-    def save(self, name, call=dpj.save_checkpoint, **changes):
-        engine, _, state, _ = self.begin()
-        call(self.at / name if name else name, **{"state": state, "engine": engine, **changes})
-        engine.detach()
-
-    def load(self, name, like=None, **changes):
-        dpj.load_checkpoint(self.at / name, like=like or self.state, **changes)
-
-    def close_and_step(self):
-        engine, step, state, loader = self.begin(ledger=self.at / "jax.closed")
-        batch = next(iter(loader))
-        engine.ledger.close()
-        step(state, batch)
+        run = self.run(ledger=self.at / "closed")
+        batch = next(iter(run.loader))
+        run.engine.ledger.close()
+        run.step(batch)
 
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory):
-    made = {}
-    for kind in (Torch, Jax):
-        made[kind] = kit = kind(untidy(tmp_path_factory.mktemp(kind.__name__)))
-        for run in ("run", "other", "recordless"):
-            kit.save(run)
-        (kit.at / "recordless.ledger").unlink()
-    return made
+    return {stack: Kit(stack, untidy(tmp_path_factory.mktemp(stack))) for stack in FACES}
 
 
 @pytest.fixture(autouse=True)
 def detached(kits):
     """No run, with its hooks and its twin, outlives a test."""
     yield
-    for engine in kits[Torch].begun:
-        with suppress(AccountingError):
-            engine.detach()
-    kits[Torch].begun.clear()
+    for kit in kits.values():
+        for run in kit.begun:
+            with suppress(AccountingError):
+                run.engine.detach()
+        kit.begun.clear()
+
+
+def plan(**changes):
+    return make_plan(**{"num_steps": 4, "noise": "fast", **changes})
 
 
 #: Error -> words of its message (a pattern) -> call with the kit of a stack.
@@ -161,24 +121,24 @@ ON_BOTH = {
     ValueError: {
         "closed is closed, so a release": lambda k: k.close_and_step(),
         "has no examples": lambda k: k.begin(k.arrays[0][:0]),
-        "The data has 24 examples but the plan has num_examples=23. Both must be the": lambda k: (
+        "The data has 60 examples but the plan has num_examples=23. Both must be the": lambda k: (
             k.begin(plan=plan(num_examples=23))
         ),
         "The plan has unit='user', but users is missing. Expected users=, the id": lambda k: (
             k.begin(plan=plan(unit="user", rows_per_unit=2))
         ),
         "with rows_per_unit=2, the rows of each item; what all rows of an item share": lambda k: (
-            next(iter(k.begin(plan=plan(rows_per_unit=2))[-1]))
+            next(iter(k.run(plan=plan(rows_per_unit=2)).loader))
         ),
         "users came for a plan with unit='example', whose epsilon is that of one row": lambda k: (
-            k.begin(users=range(24))
+            k.begin(users=range(60))
         ),
-        "delta=2 is not a prob": lambda k: k.begin()[0].get_epsilon(2),
-        "num_steps=-1 is out of": lambda k: k.begin()[0].record(-1),
+        "delta=2 is not a prob": lambda k: k.begin().get_epsilon(2),
+        "num_steps=-1 is out of": lambda k: k.begin().record(-1),
         "=-1 is out of range": lambda k: k.sum(max_grad_norm=-1),
         "method='ghost' is unknown": lambda k: k.sum(method="ghost"),
-        "mask is.*3.*24": lambda k: k.sum(mask=k.arrays[1][:3] > 0),
-        "24.*3|3.*24": lambda k: k.sum(lambda m, x, y: x, k.model, k.arrays[0], k.arrays[1][:3]),
+        "mask is.*3.*60": lambda k: k.sum(mask=k.arrays[1][:3] > 0),
+        "60.*3|3.*60": lambda k: k.sum(lambda m, x, y: x, k.model, k.arrays[0], k.arrays[1][:3]),
         "no tensor|no array": lambda k: k.sum(lambda m: 1, k.model),
         "path='' is no path": lambda k: k.save(""),
         "no safetensors file": lambda k: k.load("file"),
@@ -189,7 +149,7 @@ ON_BOTH = {
         "optimizer is None.*lr|op": lambda k: k.begin(optimizer=None),
         "plan is a str. Expected a dualdp.Pr": lambda k: k.begin(plan="plan"),
         "Expected a one-dimensional array of integers, the id of the user of each row": lambda k: (
-            k.begin(users=["a"] * 24)
+            k.begin(users=["a"] * 60)
         ),
         "loss_fn is a str. Expected a func": lambda k: k.sum("mse"),
         r"loss_fn takes \(model, x\), but is called with .*, 3 in all: too many": lambda k: k.sum(
@@ -209,32 +169,31 @@ ON_BOTH = {
         "engine is None. Expected the run's PrivacyEngine": lambda k: k.save("new", engine=None),
     },
     AccountingError: {
-        "No step was taken": lambda k: k.begin()[0].stages(),
+        "No step was taken": lambda k: k.begin().stages(),
         "no loaded run": lambda k: k.face.PrivacyEngine().resume(
-            **({"data_loader": 1} if k.face is dpt else {})
+            **({"data_loader": 1} if k.stack == "torch" else {})
         ),
         "step=4 is past the plan's num_steps=4": lambda k: k.face.noisy_mean(k.sums, plan(), 4),
         "Call make_private first": lambda k: k.save("new", engine=k.face.PrivacyEngine()),
     },
     FileExistsError: {
         "file exists. Expected a new folder, or that of earlier checkpoints": lambda k: k.save(
-            "file", k.face.save_sharded_checkpoint
+            "file", "save_sharded_checkpoint"
         ),
     },
 }
 
 
 def without_forward(kit):
-    _, _, optimizer, loader = kit.begin()
-    next(iter(loader))
-    optimizer.step()
+    run = kit.run()
+    next(iter(run.loader))
+    run.optimizer.step()
 
 
 def another_batch(kit):
-    _, model, optimizer, loader = kit.begin()
-    x, y = next(iter(loader))
-    F.mse_loss(model(x[:1]).squeeze(-1), y[:1]).backward()
-    optimizer.step()
+    run = kit.run()
+    x, y = next(iter(run.loader))
+    run.step((x[:1], y[:1]))
 
 
 class Endless(IterableDataset):
@@ -246,7 +205,7 @@ class Endless(IterableDataset):
 
 def like(inputs, kind=torch.optim.SGD):
     """A model of so many inputs, with its optimizer."""
-    model = nn.Linear(inputs, 1)
+    model = Linear(np.zeros(inputs, np.float32))
     return model, kind(model.parameters(), lr=0.1)
 
 
@@ -255,7 +214,7 @@ ON_TORCH = {
     TypeError: {
         "module is the class Linear. Exp": lambda k: k.begin(module=nn.Linear, optimizer=k.sgd),
         r"made by torch.jit.script, and takes no hooks. Expected nn.Sequential\(it\)": lambda k: (
-            k.begin(module=torch.jit.script(nn.Linear(3, 1)))
+            k.begin(module=torch.jit.script(nn.Linear(3, 1)), optimizer=k.sgd)
         ),
         "is a TensorDataset. Exp": lambda k: k.begin(data_loader=TensorDataset(*k.arrays)),
         "is an Endless.*map-style one": lambda k: k.begin(Endless()),
@@ -267,35 +226,35 @@ ON_TORCH = {
                 data_loader=DataLoader(X), max_physical_batch_size=3, optimizer=k.sgd
             )
         ),
-        r"a NumPy array of shape \(24, 3\). Expected torch tensors; use torch.as_ten": lambda k: (
+        r"a NumPy array of shape \(60, 5\). Expected torch tensors; use torch.as_ten": lambda k: (
             k.sum(lambda m, x: x, k.model, X)
         ),
         "is not callable": lambda k: dpt.register_rule("linear", None),
         "mapping is a list. Expected a mapping from torch names": lambda k: port.to_jax(
-            k.model, like={"v": jnp.zeros((3, 1))}, mapping=["weight"]
+            nn.Linear(3, 1), like=LEAVES, mapping=["weight"]
         ),
-        "'(bias|weight)' is a Tensor. Expected an array": lambda k: port.to_torch(
+        "'w' is a Tensor. Expected an array": lambda k: port.to_torch(
             k.model.state_dict(), like=k.model
         ),
     },
     ValueError: {
-        r"not hold the trainable parameters \['weight', 'bias'\]. Give it all": lambda k: k.begin(
-            module=nn.Linear(3, 1), optimizer=k.sgd
+        r"not hold the trainable parameters \['w'\]. Give it all": lambda k: k.begin(
+            module=Linear(START), optimizer=k.sgd
         ),
         "no trainable parameter. Expected at least one with requires_grad": lambda k: k.begin(
-            module=nn.ReLU()
+            module=nn.ReLU(), optimizer=k.sgd
         ),
         r"'weight' has no numbers: it is on the meta device.*to_empty\(device=\)": lambda k: (
-            k.begin(module=nn.Linear(3, 1, device="meta"))
+            k.begin(module=nn.Linear(3, 1, device="meta"), optimizer=k.sgd)
         ),
         "'weight' has no numbers: it is not made before the first batch.*run a batch": lambda k: (
-            k.begin(module=nn.LazyLinear(1))
+            k.begin(module=nn.LazyLinear(1), optimizer=k.sgd)
         ),
         "batch_size=None.*Expected a plain DataLoader": lambda k: k.begin(
             data_loader=DataLoader(X, batch_size=None)
         ),
-        r'shape \(\). Expected \(24,\).*reduction="none"': lambda k: k.sum(
-            lambda m, x, y: F.mse_loss(m(x)[:, 0], y)
+        r'shape \(\). Expected \(60,\).*reduction="none"': lambda k: k.sum(
+            lambda m, x, y: F.mse_loss(m(x), y)
         ),
         "on the meta device, which has no numbers": lambda k: k.sum(
             lambda m, x: x, k.model, torch.ones(3, 3, device="meta")
@@ -305,19 +264,17 @@ ON_TORCH = {
         ),
         r"max_grad_norm has shape \(2,\)": lambda k: k.sum(max_grad_norm=torch.ones(2)),
         "model is not the one that this engine trains": lambda k: k.save("new", model=k.model),
-        r"'params/weight' is \(1, 3\).* in the checkpoint and \(1, 4\)": lambda k: k.load(
-            "run", like(4)
-        ),
-        "Expected the same class": lambda k: k.load("run", like(3, torch.optim.Adam)),
-        "Expected the optimizer of this model": lambda k: k.load("run", (nn.Linear(3, 1), k.sgd)),
+        r"'params/w' is \(5,\).* in the checkpoint and \(4,\)": lambda k: k.load("run", like(4)),
+        "Expected the same class": lambda k: k.load("run", like(5, torch.optim.Adam)),
+        "Expected the optimizer of this model": lambda k: k.load("run", (Linear(START), k.sgd)),
         "is a checkpoint of torch already": lambda k: port.checkpoint(
             k.at / "run", k.at / "new", to="torch", like=None
         ),
         "layout='o i' has no '->'. Expected torch's axes and JAX's": lambda k: port.to_jax(
-            k.model, like=LEAVES, mapping={"weight": ("kernel", "o i")}
+            nn.Linear(3, 1), like=LEAVES, mapping={"weight": ("kernel", "o i")}
         ),
         r"weight \(1, 3\) in torch would be \(3, 1\) in JAX, but kernel is \(4, 1\)": lambda k: (
-            port.to_jax(k.model, like={**LEAVES, "kernel": jnp.zeros((4, 1))})
+            port.to_jax(nn.Linear(3, 1), like={**LEAVES, "kernel": jnp.zeros((4, 1))})
         ),
     },
     RuntimeError: {
@@ -336,16 +293,16 @@ ON_JAX = {
             optimizer=optax.multi_transform({"a": k.sgd}, {"v": "a"})
         ),
         "NamedSharding.mesh, Partition": lambda k: k.begin(data_sharding="data"),
-        r"'params/w' is float32\[3\] in the checkpoint but float32\[4\] in `like`": lambda k: (
-            k.load("run", dpj.TrainState.create({"w": jnp.zeros(4)}, k.sgd))
+        r"'params/w' is float32\[5\] in the checkpoint but float32\[4\] in `like`": lambda k: (
+            k.load("run", ({"w": jnp.zeros(4)}, k.sgd))
         ),
         "The checkpoint lacks .'optimizer/0.count'": lambda k: k.load(
-            "run", dpj.TrainState.create(k.model, optax.adam(0.1))
+            "run", (k.model, optax.adam(0.1))
         ),
     },
     TypeError: {
         "'n' is int32. Expected a real floating array; freeze it": lambda k: k.begin(
-            params={"w": jnp.zeros(3), "n": jnp.int32(1)}
+            params={"w": jnp.zeros(5), "n": jnp.int32(1)}
         ),
         "trainable holds 'w'": lambda k: k.begin(trainable="w"),
         "generator, which can't be drawn from by index.*np.asarray": lambda k: k.begin(
@@ -354,27 +311,27 @@ ON_JAX = {
         "data is a list of tuples.*an array for each argument of loss_fn": lambda k: k.begin(
             [(row, 1.0) for row in X]
         ),
-        "has dtype object. Expected numbers": lambda k: k.begin((np.array([None] * N), Y)),
+        "has dtype object. Expected numbers": lambda k: k.begin((np.array([None] * 60), Y)),
         "keyword argument 'key'.*comes with needs_key=True": lambda k: k.begin(needs_key=True),
         "state is a dict. Expected the TrainState that make_private or the step before": lambda k: (
-            k.begin()[1](k.model, None)
+            k.run().train_step(k.model, None)
         ),
-        "batch is a tuple": lambda k: k.begin()[1](k.state, (X, Y)),
-        "step was called inside jit, scan or grad": lambda k: jax.vmap(
-            lambda i: k.begin()[1](k.state, i)
-        )(jnp.arange(2)),
+        "batch is a tuple": lambda k: k.run().step((X, Y)),
+        "step was called inside jit, scan or grad": lambda k: jax.vmap(k.run().step)(jnp.arange(2)),
         r"key=0 is not one random key. Expected jax.random.key": lambda k: k.sum(
             lambda p, x, y, key: y, key=0
         ),
         "'dot' and None. Expected": lambda k: dpj.register_rule("dot", None),
         "is a dict. Exp": lambda k: k.save("new", state=k.model),
-        "like is a dict. Expected dpj.TrainState.create": lambda k: k.load("run", k.model),
+        "like is a dict. Expected dpj.TrainState.create": lambda k: dpj.load_checkpoint(
+            k.at / "run", like=k.model
+        ),
         "like is a Linear. Expected .model, optimizer": lambda k: port.checkpoint(
             k.at / "run", k.at / "new", to="torch", like=nn.Linear(3, 1)
         ),
     },
     AccountingError: {
-        "The engine is detached": lambda k: [k.detach() for k in [k.begin()[0]] * 2],
+        "The engine is detached": lambda k: [engine.detach() for engine in [k.begin()] * 2],
     },
 }
 
@@ -393,9 +350,9 @@ def test_a_mistake_is_answered_alike_on_both_stacks(error, words, call, kits):
 
 @rows(ON_TORCH)
 def test_a_mistake_on_torch_is_answered(error, words, call, kits):
-    refused(lambda: call(kits[Torch]), error, words)
+    refused(lambda: call(kits["torch"]), error, words)
 
 
 @rows(ON_JAX)
 def test_a_mistake_on_jax_is_answered(error, words, call, kits):
-    refused(lambda: call(kits[Jax]), error, words)
+    refused(lambda: call(kits["jax"]), error, words)
