@@ -93,12 +93,6 @@ def slow_unchecked(request, monkeypatch):
         monkeypatch.setattr(calls, "answered", unchecked)
 
 
-@pytest.fixture
-def backend(request):
-    """The test adapter of a stack; parametrize it with `BACKENDS` and `indirect=True`."""
-    return importlib.import_module(f"tests.backends._{request.param}")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """A few cases of a test are fast; one worker has those of a case and compiles them once."""

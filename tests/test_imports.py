@@ -33,13 +33,8 @@ sys.meta_path.insert(0, Blocked())
 
 
 def python(code, *arguments, timeout=300):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
 def imports_of(path):
@@ -65,13 +60,6 @@ def test_the_core_imports_no_framework():
     )
     done = python(code)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("face", "other"), [("torch", "jax"), ("jax", "torch")])
-def test_a_face_imports_only_its_own_framework(face, other):
-    done = python(f"import sys, dualdp.{face}\nprint({other!r} in sys.modules)")
-    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.mark.slow

@@ -30,25 +30,13 @@ DIFFERENT = {
         "loss_fn params data optimizer needs_key has_aux method data_sharding"
         " ledger checks views augment users" + CALL,
     ),
-    "PrivacyEngine.make_private_with_epsilon": (
-        (MODULE,),
-        "",
-        "data",
-    ),
+    "PrivacyEngine.make_private_with_epsilon": ((MODULE,), "", "data"),
     "PrivacyEngine.resume": ((MODULE,), "data_loader augment users", "arguments"),
     "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
     "per_sample_grads": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
     "per_sample_norms": ((MODULE, HIDDEN), "model", "what" + CALL + INSIDE),
-    "explain": (
-        (MODULE, HIDDEN, LOOK),
-        "model clipping check",
-        "what options",
-    ),
-    "validate": (
-        (MODULE, HIDDEN, LOOK),
-        "model loss_fn batch",
-        "what loss_fn batch options",
-    ),
+    "explain": ((MODULE, HIDDEN, LOOK), "model clipping check", "what options"),
+    "validate": ((MODULE, HIDDEN, LOOK), "model loss_fn batch", "what loss_fn batch options"),
     "load_checkpoint": ((MODULE,), "model optimizer", "like"),
     "load_sharded_checkpoint": ((MODULE,), "model optimizer", "like"),
     "save_checkpoint": ((MODULE,), "model optimizer", "state"),

@@ -98,10 +98,7 @@ WRONG = {
     "delta came together with plan=": ({}, {"plan": plan(), "delta": 1e-5}),
     "max_grad_norm, noise_multiplier came together with plan=": ({}, {"plan": plan(), **NUMBERS}),
     "has no argument 'z'": ({}, {"plan": plan(), "z": 1}),
-    "target_delta and delta came together": (
-        {},
-        {**NUMBERS, "delta": 1e-5, "target_delta": 1e-5},
-    ),
+    "target_delta and delta came together": ({}, {**NUMBERS, "delta": 1e-5, "target_delta": 1e-5}),
     "epochs=1 and num_steps=5. Expected one of the two": (
         {},
         {**NUMBERS, "epochs": 1, "num_steps": 5},

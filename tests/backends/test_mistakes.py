@@ -116,7 +116,7 @@ ON_BOTH = {
         ),
     },
     NotADirectoryError: {
-        "its folder is a file": lambda k: k.begin(ledger=k.at / "file" / "ledger"),
+        "its folder is a file": lambda k: k.begin(ledger=k.at / "file" / "ledger")
     },
     ValueError: {
         "closed is closed, so a release": lambda k: k.close_and_step(),
@@ -179,7 +179,7 @@ ON_BOTH = {
     FileExistsError: {
         "file exists. Expected a new folder, or that of earlier checkpoints": lambda k: k.save(
             "file", "save_sharded_checkpoint"
-        ),
+        )
     },
 }
 
@@ -331,7 +331,7 @@ ON_JAX = {
         ),
     },
     AccountingError: {
-        "The engine is detached": lambda k: [engine.detach() for engine in [k.begin()] * 2],
+        "The engine is detached": lambda k: [engine.detach() for engine in [k.begin()] * 2]
     },
 }
 

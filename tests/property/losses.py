@@ -237,10 +237,7 @@ CORRECT: dict[str, Form] = {
         ),
         fits=lambda _, loss: loss.kind == "elements",
     ),
-    "smoothed": Form(
-        _of(label_smoothing=0.1),
-        fits=lambda name, _: name == "cross_entropy",
-    ),
+    "smoothed": Form(_of(label_smoothing=0.1), fits=lambda name, _: name == "cross_entropy"),
     "positions": Form(
         lambda loss, m, x, t: loss.call(
             [torch.stack([a, a * 2], 2) for a in loss.arguments(m(x))], t[:, None].expand(-1, 2)
