@@ -133,7 +133,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", ["schedules", *(pytest.param(n, marks=pytest.mark.slow) for n in [*PLANS][1:])]
+)
 def test_both_stacks_are_the_textbook_loop(name):
     """Twenty steps in float64, each with the noise of its own."""
     plan = make_plan(num_steps=STEPS, **PLANS[name])
