@@ -21,6 +21,7 @@ from tests.backends.runs import FACES, Run, X, make_plan, stacks
 NUMBERS = {"noise_multiplier": 1.0, "max_grad_norm": 0.5}
 TARGET = {"target_epsilon": 3.0, "target_delta": 1e-4, "max_grad_norm": 0.5}
 WITH_TARGET = "make_private_with_epsilon"
+ZEROS = {"torch": {"w": torch.zeros(3)}, "jax": {"w": jnp.zeros(3)}}
 
 
 def plan(**changes):
@@ -297,8 +298,7 @@ def test_every_batch_that_is_used_is_a_release(stack):
 @stacks
 def test_noise_of_a_loop_of_ones_own_is_for_recorded_steps(stack):
     """known_failures 79: with a secret key and with a seed."""
-    zeros = {"torch": {"w": torch.zeros(3)}, "jax": {"w": jnp.zeros(3)}}[stack]
-    noisy_mean = FACES[stack].noisy_mean
+    zeros, noisy_mean = ZEROS[stack], FACES[stack].noisy_mean
     for seed in (None, 1):
         run = plan(num_steps=4, seed=seed)
         engine, _ = own_loop(stack, plan=run)
@@ -310,6 +310,17 @@ def test_noise_of_a_loop_of_ones_own_is_for_recorded_steps(stack):
         noisy_mean(zeros, run, 1)
         with pytest.raises(AccountingError, match=f"step=1 {missing}"):
             noisy_mean(zeros, run, 1)
+
+
+@stacks
+def test_noise_of_an_engine_is_its_own(stack):
+    """known_failures 79: an engine and noisy_mean or add_noise of one plan."""
+    run = plan(seed=None)
+    begun = Run(stack, plan=run)
+    with pytest.raises(AccountingError, match="no loop|is open|make_loader"):
+        FACES[stack].noisy_mean(ZEROS[stack], run, 0)
+    Run("jax" if stack == "torch" else "torch", plan=run)  # a run of its own
+    begun.engine.detach()
 
 
 def test_a_pickled_batch_has_no_bits(monkeypatch):
