@@ -75,12 +75,16 @@ class Run:
                 owned["expected_batch_size"] = 12
             self.engine, self.given = face.PrivacyEngine(**dict(engine)), {**data, **owned}
             made = getattr(self.engine, method)(**{**self.given, **arguments})
-        elif stack == "torch":
-            self.engine = dpt.load_checkpoint(load, **self.parts)
-            made = self.engine.resume(**data, **arguments)
         else:
-            _, self.engine = dpj.load_checkpoint(load, like=like)
-            made = self.engine.resume(**data, **owned, **arguments)
+            if stack == "torch":
+                self.engine, owned = dpt.load_checkpoint(load, **self.parts), {}
+            else:
+                _, self.engine = dpj.load_checkpoint(load, like=like)
+            try:
+                made = self.engine.resume(**data, **owned, **arguments)
+            except ValueError:
+                self.engine.ledger.close()  # for another engine
+                raise
         self.loader = made[2]
         if stack == "jax":
             self.train_step, self.state, _ = made
