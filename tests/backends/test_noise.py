@@ -84,13 +84,8 @@ def test_normals_are_those_of_jax(dtype):
     with jax.enable_x64(True):
         for seed in range(2):
             key = key_of(seeded_bits(seed, "noise", seed))
-            theirs = np.asarray(
-                jax.random.normal(
-                    jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"),
-                    (1 << 18,),
-                    dtype,
-                )
-            )
+            wrapped = jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32")
+            theirs = np.asarray(jax.random.normal(wrapped, (1 << 18,), dtype))
             ours = normal(key, 1 << 18, dtype=np.dtype(dtype).type)
             if dtype == "float32":
                 assert ulps(ours, theirs).max() <= 3

@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 #: Pictures that the build of the site draws.
 GENERATED = {ROOT / "docs" / "images" / "house.svg"}
 #: Pages whose programs the fast tier runs.
-FIRST = ("README.md", "quickstart.md", "concepts.md")
+FIRST = ("README.md", "quickstart.md")
 
 
 def blocks():
