@@ -52,7 +52,7 @@ def test_training_is_algorithm_1_by_hand(stack, changes):
 
 
 @stacks
-def test_without_noise_and_with_all_examples_it_is_gradient_descent(stack):
+def test_without_noise_it_is_gradient_descent(stack):
     plan = make_plan(noise_multiplier=0.0, max_grad_norm=1e6, expected_batch_size=60)
     w, path = START.astype(float), []
     for _ in range(8):

@@ -67,7 +67,7 @@ def test_the_same_mechanism_has_the_same_epsilon(event, count):
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(1, 40), (4, 44), (4, 8)])
-def test_bands_under_cyclic_poisson_are_rounds_of_poisson_sampling(bands, steps):
+def test_bands_under_cyclic_poisson_are_rounds_of_poisson(bands, steps):
     """The event of BandMF in jax_privacy: ceil(n / b) releases at b times the rate."""
     plan = dualdp.PrivacyPlan(
         **{"num_examples": 1000, "expected_batch_size": 20, "num_steps": steps, "seed": 1},
