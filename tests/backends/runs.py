@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One linear regression behind the engine of either stack: what most tests of a run train."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +14,7 @@ import dualdp.torch as dpt
 from dualdp import PrivacyPlan
 from tests.conftest import BACKENDS, DEVICE
 
+jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 FACES = {"torch": dpt, "jax": dpj}
 stacks = pytest.mark.parametrize("stack", BACKENDS)
 RNG = np.random.default_rng(0)
