@@ -278,8 +278,13 @@ class PrivacyPlan(Cost):
             **arguments: arguments of `PrivacyPlan`, without noise_multiplier.
 
         Raises:
-            TypeError: noise_multiplier was given too, or the run is open-ended.
+            ValueError: noise_multiplier was given too, or the run is open-ended.
         """
+        if "noise_multiplier" in arguments:
+            raise ValueError(
+                "noise_multiplier and target_epsilon came together. Expected one of the two; "
+                "calibrate finds the noise multiplier."
+            )
         draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
         steps = _validate.integer("num_steps", draft.num_steps, minimum=1)
         noise = accounting.scale_within(draft, [], 0, steps, target_epsilon)
