@@ -110,7 +110,7 @@ WRONG = {
     "Bounds of groups came with": ({}, {**NUMBERS, "max_grad_norm": {"a": 1.0}}),
     "accountant='gdp' is unknown": ({}, {**NUMBERS, "accountant": "gdp"}),
     "seed=1 with noise=": ({}, {**NUMBERS, "noise": "secure", "seed": 1}),
-    "the central limit theorem bounds nothing": ({"accountant": "gdp"}, NUMBERS),
+    "accountant='gdp' is unknown. Expected one": ({"accountant": "gdp"}, NUMBERS),
     "accountant='rdp' of the engine besid": ({"accountant": "rdp"}, {"plan": plan()}),
     "accountant='pld' came": ({"accountant": "rdp"}, {**NUMBERS, "accountant": "pld"}),
     "secure_mode=True with a plan whose": ({"secure_mode": True}, {"plan": plan()}),
@@ -120,9 +120,9 @@ WRONG = {
 WRONG_TARGETS = {
     "epochs=None and num_steps=None. Expected one of the two": {},
     "epochs=0 is out of range": {"epochs": 0},
-    "noise_multiplier came together with ta": {"epochs": 1, "noise_multiplier": 1.0},
+    "noise_multiplier and target_epsilon came together": {"epochs": 1, "noise_multiplier": 1.0},
     "make_private_with_epsilon misses max_gra": {"epochs": 1, "max_grad_norm": None},
-    "plan came together with target_epsilon": {"epochs": 1, "plan": plan()},
+    "target_epsilon came together with plan=": {"epochs": 1, "plan": plan()},
 }
 
 

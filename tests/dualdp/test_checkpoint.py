@@ -108,7 +108,8 @@ def test_a_bound_and_a_recalibration_are_handed_on(path):
     bound = ledger.max_grad_norm
     release(ledger, 3)
     ledger.close()
-    again = opened(path, recalibrate=True)
+    again = opened(path)
+    again.recalibrate()
     assert (again.max_grad_norm, again.position) == (bound, 3)
     assert again.segments[-1].noise_scale > 1
 
@@ -180,7 +181,7 @@ def test_broken_files_are_refused_by_what_is_wrong(path):
     for edited in (whole[:-1] + bytes([whole[-1] ^ 1]), whole.replace(b"number", b"numbre")):
         unread("changed after it was written: its SHA-256 differs", edited)
     save_file(ARRAYS, path, metadata={"format": "pt"})
-    unread("safetensors file of something else")
+    unread("is a checkpoint of format None, and this version of d")
     save_file({}, path, metadata={"dualdp_checkpoint": "2", "sha256": ""})
     unread("is a checkpoint of format 2, and this version of dualdp")
     for text in ("[]", "{", "[" * 100_000):  # with a hash that is true

@@ -4,7 +4,7 @@
 import numpy as np
 
 import dualdp
-from dualdp.log import RunLog, progress, read_log, statistics
+from dualdp.log import RunLog, read_log
 from tests.dualdp.plan.test_plan import make
 from tests.mistakes import refused
 
@@ -59,23 +59,3 @@ def test_bad_rows_are_refused(tmp_path):
     for text in ("", "a,b\n1,2\n", "step,epsilon\n", "step,epsilon\n1,x\n"):
         path.write_text(text)
         refused(lambda: read_log(path), ValueError, "run.csv is no log of a run")
-
-
-def test_statistics_of_a_step():
-    found = statistics([1.0, 3.0, np.nan, 0.5], max_grad_norm=1.0, sum_norm=6.0, noise_norm=3.0)
-    assert found["unprotected_clip_fraction"] == 0.5
-    assert np.isnan(found["unprotected_median_norm"])
-    assert found["unprotected_signal_to_noise"] == 2.0
-    empty = statistics([], max_grad_norm=1.0, sum_norm=0.0, noise_norm=0.0)
-    assert list(empty.values()) == [0.0, 0.0, float("inf")]
-
-
-def test_a_progress_bar_shows_epsilon(capsys):
-    ledger = dualdp.Ledger(make())
-    for step in progress(range(3), ledger):
-        ledger.record(step)
-    assert list(progress([1, 2], ledger, delta=1e-3)) == [1, 2]
-    shown = capsys.readouterr().out
-    assert f"epsilon of one example {ledger.get_epsilon():.3f}" in shown
-    assert f"epsilon of one example {ledger.get_epsilon(1e-3):.3f}" in shown
-    assert "2/2" in shown

@@ -7,7 +7,7 @@ import pytest
 import dualdp
 from dualdp import AccountingError, Ledger, checkpoint
 from dualdp.ledger.verify import verify
-from dualdp.log import RunLog, progress
+from dualdp.log import RunLog
 from tests.dualdp.plan.test_plan import make
 from tests.mistakes import refused, untidy
 
@@ -54,7 +54,6 @@ def test_mistakes_of_logs(at):
     refused(lambda: RunLog(at / "no" / "log", ledger), FileNotFoundError, words)
     words = "ledger is a PrivacyPlan. Expected engine.ledger"
     refused(lambda: RunLog(at / "log", ledger.plan), TypeError, words)
-    refused(lambda: next(progress([1], None)), TypeError, "ledger is None. Expected")
     with RunLog(at / "log", ledger) as log:
         words = "loss=.* is a NumPy array. Expected a number"
         refused(lambda: log.write(loss=np.ones(2)), TypeError, words)

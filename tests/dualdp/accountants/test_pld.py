@@ -225,8 +225,8 @@ def test_what_has_no_answer_is_refused():
         return get_epsilon(**run | changes)
 
     create, wrong, three = accountants.create, AccountingError, account((1.0, 0.1, 3))
-    words = "needs num_examples and max_batch_size"
-    refused(lambda: epsilon(sampler="truncated_poisson"), wrong, words)
+    words = "num_examples=None. Expected an integer"
+    refused(lambda: epsilon(sampler="truncated_poisson"), TypeError, words)
     words = (
         "max_batch_size=20 with sampler='poisson', whose"  # its epsilon was printed for cut ones
     )

@@ -63,14 +63,13 @@ def test_what_can_not_be_seen_is_said():
     def no_sum(rows, factors):
         raise NotImplementedError("it only trains")
 
-    step = changed(NumpyStep(), lambda i, release: release._replace(indices=None))
+    step = NumpyStep()
     step.clipped_sum = no_sum
     report = check_private_step(step, seed=0)
     assert report.passed
     missing = {check.name: check.detail for check in report.checks if check.passed is None}
-    assert missing["batches are drawn as claimed"] == "the implementation does not say who joined"
-    assert missing["sensitivity"] == "it only trains"
-    assert str(report).count("not run") == len(missing) == 2
+    assert missing == {"sensitivity": "it only trains"}
+    assert str(report).count("not run") == 1
 
 
 def changed(step, change):
@@ -78,12 +77,6 @@ def changed(step, change):
     made = step.releases
     step.releases = lambda *a, **k: (change(i, r) for i, r in enumerate(made(*a, **k)))
     return step
-
-
-def test_blind_checks_still_find_a_wrong_sample_rate():
-    step = NumpyStep("q x 1.2", noise_multiplier=0.5)
-    blind = changed(step, lambda i, release: release._replace(indices=None))
-    assert "privacy loss" in check_private_step(blind, checks=["run"], seed=0).failures
 
 
 def test_a_run_that_releases_nothing_fails():

@@ -4,7 +4,6 @@
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 
 from dualdp import PrivacyPlan, accountants
@@ -78,10 +77,8 @@ def test_epsilon_is_recomputed(tmp_path):
         assert (found.passed, found.secrecy, len(found.releases)) == (True, "", 8)
     assert found.epsilons == {name: pld_epsilon(8, name) for name in ("pld", "rdp")}
     assert found.epsilon == found.epsilons["pld"] < found.epsilons["rdp"]
-    assert found.epsilon_of_the_plan == pld_epsilon(20)
     assert (found.covers_the_plan, found.is_whole) == (False, False)
     found = verify(text_of(num_steps=None))
-    assert np.isnan(found.epsilon_of_the_plan)
     assert (found.covers_the_plan, found.is_whole) == (None, False)
     assert "the plan has no end" in detail(found, "record covers the plan")
 
@@ -207,7 +204,8 @@ def test_the_target_is_checked(target, passed):
 
 def test_steps_that_were_run_again_are_told():
     plan = plan_of()
-    again = Ledger.resume(text_of(5), plan=plan, step=3, recalibrate=True)
+    again = Ledger.resume(text_of(5), plan=plan, step=3)
+    again.recalibrate()
     release(again, 3)
     found, scale = verify(again.to_json()), again.segments[-1].noise_scale
     assert found.passed, found.findings
@@ -215,7 +213,7 @@ def test_steps_that_were_run_again_are_told():
     assert detail(found, "releases are the plan's") == told
     told = f"resumed 1 times, at step 3; noise scaled by {scale:.4g}"
     assert detail(found, "segments") == told
-    assert found.segments == (Segment(0, 5), Segment(3, 4, scale))
+    assert found.segments == (Segment(0, 5), Segment(3, 3), Segment(3, 4, scale))
     assert found.epsilon == pytest.approx(again.get_epsilon(), rel=1e-9)
 
 
@@ -227,8 +225,8 @@ def test_a_ledger_cut_anywhere_is_not_called_whole():
     for cut in {end + more for end in ends for more in (-9, -1, 0, 1, 2, 30)}:
         found = verify(text[:cut])
         assert not found.is_whole, cut
-        assert found.passed == (cut >= header), cut
-        assert bool(found.torn) == (cut > header and cut not in ends and cut - 1 not in ends), cut
+        assert found.passed == (cut > header), cut
+        assert bool(found.torn) == (cut > header and cut - 1 not in ends), cut
 
 
 def test_a_cut_line_counts_if_it_may_be_a_release():

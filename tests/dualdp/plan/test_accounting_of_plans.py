@@ -105,15 +105,6 @@ def test_a_calibrated_plan_was_evaluated(base, changes, target):
     assert again.epsilon() == plan.epsilon()
 
 
-@pytest.mark.parametrize(("relation", "told"), [("add_or_remove", "1"), ("zero_out", "0.5")])
-def test_a_count_that_spends_the_target_alone_is_named(relation, told):
-    run = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
-    run |= {"neighboring_relation": relation, "target_epsilon": 1.0}
-    run |= {"max_grad_norm": AdaptiveNorm(1.0, count_noise_multiplier=0.5)}
-    words = f"multiplier {told} and alone spends epsilon="
-    refused(lambda: dualdp.PrivacyPlan.calibrate(**run), ValueError, words)
-
-
 @pytest.mark.parametrize(
     ("name", "read"),
     [

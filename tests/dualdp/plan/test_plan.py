@@ -116,7 +116,7 @@ def test_a_shuffled_pass_is_accounted_as_one_pass(examples, size):
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan is not a number"),
         ({"max_grad_norm": 0}, "max_grad_norm=0.0 is out of range. Expected a finite number > 0"),
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
-        ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm is a list of 2 bounds. Expected one number"),
+        ({"max_grad_norm": (1.0,)}, "max_grad_norm=(1.0,) is a tuple. Expected a number"),
         ({"delta": 0}, "delta=0 is out of range"),
         ({"delta": 0.5}, "delta=0.5 is above 1 / num_examples. Expected less."),
         ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),

@@ -9,7 +9,6 @@ import pytest
 from scipy import stats
 
 from dualdp import PrivacyPlan, units
-from dualdp.plan.units import rows_of_data
 from dualdp.randomness import SegmentBits
 from tests.mistakes import refused
 
@@ -31,7 +30,7 @@ def test_rows_of_each_user_in_any_order():
         found, owner = rows.of(np.array([3, 0, 1]))
         np.testing.assert_array_equal(found, [0, 3, 7, 9, 1, 2, 5, 6, 8])
         np.testing.assert_array_equal(owner, [0, 0, 0, 1, 2, 2, 2, 2, 2])
-    assert units.user_rows(rows) is rows
+    np.testing.assert_array_equal(units.user_rows(rows).order, rows.order)
 
 
 def test_wrong_users_are_refused():
@@ -118,10 +117,11 @@ def test_a_plan_of_users_draws_users_and_then_rows():
 
 
 def test_rows_of_a_data_set_are_each_held_once():
-    rows = rows_of_data(USERS, 10)
-    again = rows_of_data(rows, 10)
+    rows = units.user_rows(USERS, num_rows=10)
+    again = units.user_rows(rows, num_rows=10)
     np.testing.assert_array_equal(again.order, rows.order)
     np.testing.assert_array_equal(again.counts, [1, 5, 1, 3])
-    assert rows_of_data(None, 3) is None
-    words = "UserRows of 10 rows but the data has 11 rows"
-    refused(lambda: rows_of_data(rows, 11), ValueError, words)
+    words = "users has 10 ids but the data has 11 rows"
+    refused(lambda: units.user_rows(rows, num_rows=11), ValueError, words)
+    own = units.UserRows(np.ones(3, np.int64), np.array([0, 3]))
+    refused(lambda: units.user_rows(own), ValueError, r"users\[0\]=-1 is negative")

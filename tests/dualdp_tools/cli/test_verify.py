@@ -55,9 +55,6 @@ def test_a_ledger_that_was_cut_short_is_not_called_whole(ledger, tmp_path):
         assert "The ledger is CUT SHORT of its plan. What" in text
         data = json.loads(said(0, path, "--json"))
         assert not data["covers_the_plan"]
-        whole_cost = data["epsilon_of_the_plan"]
-        assert whole_cost > data["epsilons"]["pld"]
-        assert f"All planned steps, run once, cost {whole_cost:.4f}." in data["verdict"]
     cut.write_text(whole.read_text()[:-9])
     text = said(0, cut)
     assert "true, for the 5 of 5 planned steps" in text
