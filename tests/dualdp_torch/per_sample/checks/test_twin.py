@@ -410,6 +410,8 @@ BESIDE = {
     "attribute": lambda m, x: setattr(m, "mean", x.mean(0)),
     "buffer": lambda m, x: setattr(m, "shift", x.median(0).values),
     "written buffer": lambda m, x: m.shift.copy_(x.mean(0)),
+    "written part": lambda m, x: m.shift[:3].add_(x.mean(0)[:3]),
+    "written view": lambda m, x: m.shift.view(2, 3)[0].copy_(x.mean(0)[:3]),
     "dict": lambda m, x: m.held.update(mean=x.mean(0)),
     "elsewhere": lambda m, x: SEEN.update(mean=x.mean(0)),
     "parameter": write_parameter,
