@@ -200,6 +200,14 @@ def own_loop(stack, **arguments):
     return engine, engine.make_loader(**given, **arguments)
 
 
+def released(engine, num_steps=1):
+    """Record releases, and give out the noise of each."""
+    steps = engine.record(num_steps)
+    for step in steps:
+        engine.ledger.take(step)
+    return steps
+
+
 @stacks
 def test_loops_of_ones_own_are_the_same_on_both_stacks(stack):
     """A pass is an epoch of five steps; `remaining` is what is left."""
@@ -211,13 +219,13 @@ def test_loops_of_ones_own_are_the_same_on_both_stacks(stack):
             assert batch.step == step
             rows = [np.asarray(chunk.indices)[np.asarray(chunk.mask)] for chunk in batch.chunks]
             np.testing.assert_array_equal(np.concatenate(rows), run.batch_indices(step))
-            assert engine.record() == range(step, step + 1)
+            assert released(engine) == range(step, step + 1)
     assert engine.get_epsilon() == pytest.approx(run.epsilon())
     assert list(loader.remaining()) == []
     with pytest.raises(AccountingError, match="All 8 planned steps are taken. Plan more"):
         next(iter(loader))
     with pytest.raises(AccountingError, match="num_steps=1 after 8 recorded steps is past step 8"):
-        engine.record()
+        released(engine)
 
 
 @stacks
@@ -230,7 +238,7 @@ def test_a_loop_that_forgets_to_record_reads_no_epsilon(stack):
     next(batches)
     with pytest.raises(AccountingError, match="handed out 2 batches for which no release"):
         engine.get_epsilon()
-    engine.record(2)
+    released(engine, 2)
     assert engine.get_epsilon() > 0
 
 
@@ -241,19 +249,19 @@ def test_a_batch_serves_one_release(stack):
     engine, loader = own_loop(stack, plan=run)
     cached = list(loader)
     for _ in cached:  # drawn ahead
-        engine.record()
+        released(engine)
     assert engine.get_epsilon() == run.epsilon(step=len(cached))
-    engine.record()  # before its batch is drawn
+    released(engine)  # before its batch is drawn
     with pytest.raises(AccountingError, match=f"step {len(cached)} is on record and its ba"):
-        engine.record()
-    engine.record(3)  # a run of several steps in one program draws as it likes
+        released(engine)
+    released(engine, 3)  # a run of several steps in one program draws as it likes
     with pytest.warns(match=f"releases are on record and {len(cached)} batches were drawn for"):
         engine.get_epsilon()
 
     engine, loader = own_loop(stack, plan=run)
     batches = iter(loader.remaining())
     for _ in range(10):
-        engine.record()
+        released(engine)
         next(batches)
     assert engine.get_epsilon() > 0
 
@@ -263,7 +271,7 @@ def test_batches_of_ones_own_are_not_those_of_the_plan(stack):
     """Permuted batches of the user's had the epsilon of Poisson's."""
     engine, loader = own_loop(stack, plan=plan(seed=None))
     for _ in range(5):
-        engine.record()
+        released(engine)
     with pytest.warns(match="5 releases are on record and 0 batches were drawn for them: this eps"):
         engine.get_epsilon()
     del loader
@@ -272,7 +280,7 @@ def test_batches_of_ones_own_are_not_those_of_the_plan(stack):
     engine, _ = own_loop(stack, plan=run)
     for step in range(5):
         run.batch_indices(step)  # by a loop that fetches its rows itself
-        engine.record()
+        released(engine)
     assert engine.get_epsilon() > 0
 
 
@@ -282,7 +290,7 @@ def test_every_batch_that_is_used_is_a_release(stack):
     engine, loader = own_loop(stack, plan=plan(num_steps=8))
     for step, _ in enumerate(loader.remaining()):
         if step % 4 == 3:
-            engine.record()
+            released(engine)
     with pytest.raises(AccountingError, match="handed out 6 batches for which no release"):
         engine.get_epsilon()
 
@@ -291,7 +299,7 @@ def test_every_batch_that_is_used_is_a_release(stack):
     for _ in range(8):  # as a loop that moves three batches ahead to a device
         while len(ahead) < 3 and (batch := next(batches, None)):
             ahead.append(batch)
-        assert engine.record() == range(ahead[0].step, ahead.popleft().step + 1)
+        assert released(engine) == range(ahead[0].step, ahead.popleft().step + 1)
         assert engine.get_epsilon() > 0
 
 
@@ -339,7 +347,19 @@ def test_loops_of_ones_own_are_for_one_process_on_torch(monkeypatch):
     engine, _ = own_loop("torch", plan=plan())
     engine.group = SimpleNamespace(size=2)
     with pytest.raises(AccountingError, match=r"record\(\) came in a run of several processes"):
-        engine.record()
+        released(engine)
     monkeypatch.setattr("dualdp_torch.training.engine.Group", lambda: SimpleNamespace(size=2))
     with pytest.raises(AccountingError, match="make_loader came in a group of several proce"):
         own_loop("torch", plan=plan())
+
+
+@stacks
+def test_releases_without_noise_are_told(stack):
+    """A loop that records and never asks for noise had an epsilon without a word."""
+    engine, loader = own_loop(stack, plan=plan(num_steps=4))
+    for _ in loader:
+        engine.record()
+        if engine.ledger.position == 1:
+            assert engine.get_epsilon() > 0  # its noise may be about to be drawn
+    with pytest.warns(match="4 releases are on record whose noise was never asked for: this eps"):
+        engine.get_epsilon()

@@ -14,9 +14,9 @@ import pytest
 import dualdp_jax as dpj
 from dualdp import AccountingError, correlated
 from dualdp.ledger.ledger import Release
-from dualdp.plan.correlated import filters
 from dualdp.randomness import fresh_bits, key_of, noise_bits, seeded_bits, threefry
 from dualdp_jax.noise.noise import NoiseSource
+from tests.closeness import lower_toeplitz
 from tests.dualdp_jax import runs
 
 STEPS = 7
@@ -54,7 +54,7 @@ def normals(plan, leaf, shape, dtype):
 
 def by_definition(plan, start=0, dtype="float32", sums=SUMS):
     """Per leaf (steps, *shape) stddev C^-1 z of a segment, in float64, from C alone."""
-    matrix = np.linalg.inv(filters.matrix(plan.correlation.strategy(STEPS - start)))
+    matrix = np.linalg.inv(lower_toeplitz(plan.correlation.strategy(STEPS - start)))
     stddev = plan.draw_stddev(0, 2.0)
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sums)]
     drawn = [normals(plan, leaf, shape, dtype)[start:] for leaf, shape in enumerate(shapes)]
@@ -110,7 +110,7 @@ def test_covariance_over_the_steps_is_that_of_the_strategy(name):
     plan, size = make_plan(STRATEGIES[name]), 100_000
     means = [dpj.noisy_mean({"a": jnp.zeros(size)}, plan, step)["a"] for step in range(STEPS)]
     found = np.stack(means).astype(np.float64) * 20 / plan.draw_stddev(0, 2.0)
-    matrix = filters.matrix(plan.correlation.inverse(STEPS))
+    matrix = lower_toeplitz(plan.correlation.inverse(STEPS))
     expected = matrix @ matrix.T
     spread = np.sqrt((np.outer(*[np.diag(expected)] * 2) + expected**2) / size)
     assert (np.abs(found @ found.T / size - expected) < 5 * spread).all()

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dualdp_torch as dpt
-from dualdp.plan.correlated import filters, strategies
+from dualdp.plan.correlated import strategies
 from dualdp_torch.noise import noise
 from dualdp_torch.noise.noise import NoiseSource
+from tests.closeness import lower_toeplitz
 from tests.dualdp_torch.forks import in_both
 
 from .releases import flat, released
@@ -45,7 +46,7 @@ def expected(name, start=0, **changes):
     """(steps, numbers) C^-1 z in float64 of a segment, of the z that independent noise has."""
     free = plan(None, **changes)
     normals = in_order(free) / free.draw_stddev(0, 0.7)
-    inverse = filters.matrix(STRATEGIES[name].inverse(STEPS - start))
+    inverse = lower_toeplitz(STRATEGIES[name].inverse(STEPS - start))
     return plan(name, **changes).draw_stddev(0, 0.7) * inverse @ normals[start:]
 
 
@@ -78,7 +79,7 @@ def test_the_covariance_over_the_steps_is_that_of_the_strategy(name, steps):
     """
     run, size, steps = plan(name, seed=None), 100_000, list(steps)
     found = in_order(run, {"w": torch.zeros(size)}, steps)
-    root = run.draw_stddev(0, 0.7) * filters.matrix(STRATEGIES[name].inverse(STEPS))[steps]
+    root = run.draw_stddev(0, 0.7) * lower_toeplitz(STRATEGIES[name].inverse(STEPS))[steps]
     wanted = root @ root.T
     errors = np.sqrt((np.outer(np.diag(wanted), np.diag(wanted)) + wanted**2) / size)
     assert (np.abs(found @ found.T / size - wanted) < 5 * errors).all()

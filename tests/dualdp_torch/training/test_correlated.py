@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from dualdp.plan.correlated import filters, strategies
+from dualdp.plan.correlated import strategies
 from dualdp_torch.noise.noise import NoiseSource
+from tests.closeness import lower_toeplitz
 from tests.dualdp_torch.checkpoint.test_single_file import begin, load, parts
 from tests.dualdp_torch.loop import plan as small
 
@@ -56,7 +57,7 @@ def expected(name, like, start=0, **changes):
     drawn = [dpt.noisy_mean(sums, free, step) for step in range(start, STEPS)]
     drawn = [SIZE * np.concatenate([v.double().flatten() for v in d.values()]) for d in drawn]
     scale = plan(name).sensitivity / free.sensitivity
-    noise = scale * filters.matrix(STRATEGIES[name].inverse(STEPS - start)) @ np.stack(drawn)
+    noise = scale * lower_toeplitz(STRATEGIES[name].inverse(STEPS - start)) @ np.stack(drawn)
     return dict(enumerate(noise, start))
 
 
