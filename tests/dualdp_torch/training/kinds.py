@@ -101,7 +101,7 @@ class OfUsers(Kind):
     options = at_resume = {"users": OWNERS}
     refused_at_resume = (
         ({"users": None}, "users is missing"),
-        ({"users": np.arange(len(OWNERS))}, "users names"),
+        ({"users": np.arange(len(OWNERS))}, "The data has"),
     )
 
     def drawn(self, run, step, users):
