@@ -56,6 +56,7 @@ def test_gross_faults_are_refuted(fault):
     assert found.epsilon > found.claimed_epsilon
 
 
+@pytest.mark.slow
 def test_a_claim_is_refuted_at_the_false_alarm_rate():
     """Twenty right guesses are rare, and not as rare as one run in a million."""
     step = NumpyStep("clipping off", noise_multiplier=4.0)

@@ -26,6 +26,7 @@ def names(kind):
     return [check.__name__ for check in mesh.CHECKS[kind]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names("fast"))
 def test_a_run_on_eight_devices_is_that_of_one(report, name):
     assert report("fast")[name] == "held"

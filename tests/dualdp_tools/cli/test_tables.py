@@ -23,6 +23,7 @@ def lines(options):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_batch_sizes_spend_the_budget_and_are_relative_to_full():
     found = lines("--table batch-sizes --num-examples 64 --epochs 4")
     for line in found["lines"]:
