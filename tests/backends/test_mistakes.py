@@ -308,6 +308,12 @@ ON_JAX = {
         "generator, which can't be drawn from by index.*np.asarray": lambda k: k.begin(
             row for row in X
         ),
+        "DataLoader, which can't be drawn from by index as the sampler does": lambda k: k.begin(
+            DataLoader(TensorDataset(torch.from_numpy(X)), batch_size=4)
+        ),
+        "torch.Tensor, which can't be drawn from by index as the sampler does": lambda k: k.begin(
+            (torch.from_numpy(X), torch.from_numpy(Y))
+        ),
         "data is a list of tuples.*an array for each argument of loss_fn": lambda k: k.begin(
             [(row, 1.0) for row in X]
         ),
