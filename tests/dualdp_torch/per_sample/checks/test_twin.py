@@ -117,7 +117,9 @@ def test_rows_that_meet_are_refused(name):
         engine_loop(stepped(MISTAKES[name]))
 
 
-@pytest.mark.parametrize("name", ["by hand", "centred, detached", "by place", "repeated"])
+@pytest.mark.parametrize(
+    "name", ["by hand", "centred, detached", "contrastive", "by place", "repeated"]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_rows_that_meet_in_a_record_are_refused(reduction, name):
     def summed(model, x, y, step):
