@@ -133,6 +133,16 @@ def test_upper_is_above_every_lower_bound(extreme):
         assert both.get_epsilon(delta=delta) == account(*parts).get_epsilon(delta=delta) == upper
 
 
+@pytest.mark.parametrize("scale", [-1e4, 1e4, math.inf])
+def test_nothing_is_claimed_where_numbers_overflow(scale):
+    curve = upper_curve(step(1.0, 0.05), *PLANS[0])
+    assert curve.epsilon(1e-5)[0] < 2
+    curve.total.log_mgf = scale
+    broken = Curve(curve.total, 0)
+    assert broken.epsilon(1e-5)[0] == math.inf
+    assert broken.delta(0.1) == 1
+
+
 #: Rare, huge losses decide a tiny delta: no tilt lifts them above rounding everywhere.
 CORNER = 0.03
 
