@@ -87,8 +87,9 @@ def test_low_precision_products_are_summed_in_float32(dtype):
         return dpj.clipped_grad_sum(mixed, params, x, max_grad_norm=0.5, method=method)
 
     exact = clipped(x, "vmap")
-    for method in ("book_keeping", "materialize"):
+    for method in ("vmap", "loop", "book_keeping", "materialize"):
         found = clipped(x, method)
+        assert found.norms.dtype == found.losses.dtype == jnp.float32
         np.testing.assert_allclose(found.norms, exact.norms, rtol=0.02)
         for name in params:
             assert found.grads[name].dtype == jnp.float32
