@@ -13,7 +13,7 @@ import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.plan.schedules import AdaptiveNorm
 from tests.closeness import factors_of
-from tests.dualdp_jax.runs import X, Y, loss_fn, make_plan, private, train
+from tests.dualdp_jax.runs import N, X, Y, loss_fn, make_plan, private, train
 from tests.dualdp_jax.two_layers import norms_of
 
 
@@ -45,6 +45,22 @@ def test_record_precedes_a_scanned_run():
     with pytest.raises(AccountingError, match="num_steps=3 after 4 recorded steps"):
         engine.record(num_steps=3)
     assert len(engine.ledger) == 4
+
+
+def test_engines_on_one_plan_have_their_own_noise_and_batches():
+    """known_failures 16, 98: a cell that is run twice, whatever seeds the user sets in it."""
+    plan = make_plan(seed=None, num_examples=N, expected_batch_size=30)
+    ends, drawn = [], []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        engine, step, state, loader = private(plan=plan)
+        batch = next(iter(loader))
+        state, _ = step(state, batch)
+        ends.append(state.params["w"])
+        drawn.append(batch.indices[batch.mask].tolist())
+        assert len(engine.ledger) == 1
+    assert (ends[0] != ends[1]).all()
+    assert drawn[0] != drawn[1]
 
 
 def test_a_spent_budget_stops_the_loader():
