@@ -255,6 +255,24 @@ def test_the_whole_gradient_of_an_example_is_clipped_once(losses_of, model, item
     assert engine.ledger.last_check == 2
 
 
+@pytest.mark.parametrize("method", ["auto", "two_pass", "vmap", "loop"])
+@pytest.mark.parametrize("separately", [False, True])
+def test_a_record_of_two_forwards(method, separately):
+    model, x, other, y = classifier(), data(5, 6), data(5, 6, seed=4), ids(3, 5)
+    with dpt.record_per_sample(model, loss_reduction="sum", method=method) as record:
+        one = F.cross_entropy(model(x), y, reduction="sum")
+        if separately:
+            one.backward()
+        two = model(other).square().sum()
+        (two if separately else one + two).backward()
+
+    def losses(model, x, other, y):
+        return F.cross_entropy(model(x), y, reduction="none") + model(other).square().sum(1)
+
+    expected = dpt.per_sample_grads(losses, model, x, other, y, method="loop")
+    torch.testing.assert_close(record.grads(), expected)
+
+
 @pytest.mark.parametrize("what", ["looks", "model", "optimizer"])
 def test_what_is_not_stepped_on_changes_nothing(what):
     """Forwards without a loss; and gradients before `zero_grad`, of either."""
