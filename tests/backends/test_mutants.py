@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 from functools import cache
 
+import numpy as np
 import pytest
 
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
@@ -50,9 +51,10 @@ def batches(sampler, factor=1.0):
     @cache
     def other(plan):
         size = plan.expected_batch_size_at(0) * factor
-        return dataclasses.replace(
-            plan, accountant="pld", sampler=sampler, expected_batch_size=size
-        )
+        sizes = {"accountant": "pld", "sampler": sampler, "expected_batch_size": size}
+        if sampler == "fixed_size":
+            sizes["neighboring_relation"] = "replace"
+        return dataclasses.replace(plan, **sizes)
 
     def mutant(stack, patch):
         loader = importlib.import_module(f"dualdp_{stack}.training.loader")
@@ -135,10 +137,24 @@ def other_rows(change, plan):
     return mutant
 
 
-def sensitivity_of_one(stack, patch):
-    """Noise for a sensitivity of 1, which is not that of the unit's participations."""
-    patch.setattr(PrivacyPlan, "sensitivity", property(lambda plan: 1.0))
-    return STEPS[stack](**CYCLIC)
+def other_sensitivity(number, plan):
+    """Noise for another sensitivity than that of the unit's participations."""
+
+    def mutant(stack, patch):
+        patch.setattr(PrivacyPlan, "sensitivity", property(number))
+        return STEPS[stack](**plan)
+
+    return mutant
+
+
+def of_one_column(plan):
+    return float(np.linalg.norm(plan.correlation.strategy(plan.num_steps)))
+
+
+def of_another_order(stack, patch):
+    """A new order in each pass, accounted as one order for the run."""
+    patch.setitem(samplers.SAMPLERS, "fixed_order", samplers.shuffle)
+    return STEPS[stack](**FIXED)
 
 
 def of_no_class(stack, patch):
@@ -150,8 +166,11 @@ def of_no_class(stack, patch):
 #: Fault -> (how it is planted, the check that finds it).
 MUTANTS = {
     "window lacks its last draw": (other_rows(lambda kept: kept[:-1], FIXED), "run"),
+    "window shifted by a step": (other_rows(lambda kept: (*kept[1:], *kept[-1:]), FIXED), "run"),
     "band without its rows": (other_rows(lambda kept: (), CYCLIC), "run"),
-    "sensitivity 1 for a band": (sensitivity_of_one, "run"),
+    "sensitivity of one participation": (other_sensitivity(of_one_column, FIXED), "run"),
+    "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, CYCLIC), "run"),
+    "another order in each pass": (of_another_order, "run"),
     "Poisson batches as classes": (of_no_class, "run"),
     "noise x 0.98": (lambda stack, _: with_plan(stack, noise_multiplier=0.98), "run"),
     "clip + 5 %": (
@@ -162,6 +181,7 @@ MUTANTS = {
     "tied norm without cross term": (without_cross_term, "sensitivity"),
     "q x 1.2": (batches("poisson", 1.2), "run"),
     "shuffled batches as Poisson": (batches("shuffle"), "run"),
+    "fixed-size batches as Poisson": (batches("fixed_size"), "run"),
     "noise reused every tenth step": (noise_every_tenth_step, "run"),
     "mean taken for a sum": (mean_taken_for_a_sum, "sensitivity"),
     "empty batch skipped": (empty_batches_skipped, "empty"),
