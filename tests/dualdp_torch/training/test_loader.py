@@ -357,6 +357,19 @@ def test_an_empty_draw_adds_nothing_without_its_mask_too():
     assert seen == {True, False}
 
 
+def test_loops_beside_each_other_do_not_meet():
+    """known_failures 98: two bounds, and a call on other rows beside the open loops."""
+    bounds = 2.0, 0.5
+    for batches in zip(*(own_loop(max_grad_norm=bound) for bound in bounds), strict=True):
+        for bound, (chunk,) in zip(bounds, (batch.chunks for batch in batches), strict=True):
+            most = bound * len(chunk.mask) * (1 + 1e-4)
+            assert chunk_sum(chunk, max_grad_norm=bound)["weight"].norm() <= most
+            with pytest.raises(ValueError, match="max_grad_norm=25.0 came for a chunk"):
+                chunk_sum(chunk, max_grad_norm=25.0)
+            other = SimpleNamespace(args=(torch.ones(len(chunk.mask), 6),))
+            assert chunk_sum(other, max_grad_norm=25.0)["weight"].norm() > most
+
+
 def test_a_larger_bound_than_that_of_the_noise_is_refused():
     (chunk,) = next(iter(own_loop())).chunks
     with pytest.raises(ValueError, match="max_grad_norm=25.0 came for a chunk of engine.make_loa"):
