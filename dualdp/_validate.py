@@ -14,7 +14,6 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MethodType
 from typing import Any
 
 LARGEST_INTEGER = (1 << 53) - 1  # exact in every JSON reader and in float64
@@ -95,12 +94,6 @@ def takes(name: str, function: Any, form: str, *args: object, **kwargs: object) 
     """
     if not callable(function):
         raise TypeError(f"{name} is {kind(function)}. Expected a function of {form}.")
-    bound = isinstance(function, MethodType)
-    plain = function.__func__ if bound else function
-    if isinstance(plain, FunctionType) and not kwargs:  # sparing each call its signature
-        code = plain.__code__
-        if code.co_argcount == len(args) + bound and not code.co_kwonlyargcount:
-            return
     function = getattr(function, "forward", function)  # of a torch module
     try:
         signature = inspect.signature(function, follow_wrapped=False)
@@ -151,10 +144,7 @@ def probability(name: str, value: object) -> float:
     """Return a number in [0, 1]."""
     number = real(name, value)
     if not 0 <= number <= 1:
-        fix = "; use expected_batch_size / num_examples" if name == "sample_rate" else ""
-        raise ValueError(
-            f"{name}={value!r} is not a probability. Expected a number in [0, 1]{fix}."
-        )
+        raise ValueError(f"{name}={value!r} is not a probability. Expected a number in [0, 1].")
     return number
 
 

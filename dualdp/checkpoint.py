@@ -110,13 +110,7 @@ def describe_run(
     }
 
 
-def open_run(
-    document: RunDocument,
-    path: PathLike,
-    ledger: PathLike | None = None,
-    *,
-    recalibrate: bool = False,
-) -> Ledger:
+def open_run(document: RunDocument, path: PathLike, ledger: PathLike | None = None) -> Ledger:
     """Return the ledger, with its plan, of a checkpoint's run, in a new segment.
 
     Steps that were released after the checkpoint stay accounted, and are further releases when they
@@ -127,7 +121,6 @@ def open_run(
         path: path of the checkpoint.
         ledger: path of the run's ledger; None for the file that the document names or, if that is
             missing, `<path>.ledger`.
-        recalibrate: see `Ledger.resume`.
 
     Raises:
         FileNotFoundError: there is no ledger.
@@ -151,9 +144,7 @@ def open_run(
             f"{file} does not exist. Expected the ledger that the run went on writing after this "
             "checkpoint; pass ledger= if it lies elsewhere."
         )
-    return Ledger.resume(
-        file, plan=plan, step=position, bound=bound, recalibrate=recalibrate, known=known
-    )
+    return Ledger.resume(file, plan=plan, step=position, bound=bound, known=known)
 
 
 def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
@@ -210,10 +201,7 @@ def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
     from safetensors import SafetensorError, safe_open
 
     name = _validate.path("path", path)
-    expected = "a file of save_checkpoint"
-    if numbers(name):
-        expected += "; load_sharded_checkpoint reads this folder"
-    with _validate.file_errors("read", name, expected), open(name, "rb"):
+    with _validate.file_errors("read", name, "a file of save_checkpoint"), open(name, "rb"):
         pass  # the errors of safetensors name neither the file nor the cause
     try:
         with safe_open(name, framework="numpy") as file:
@@ -224,14 +212,9 @@ def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
             f"{name} is truncated or no safetensors file ({error}). Expected a file of "
             "save_checkpoint; take an older one."
         ) from error
-    if set(metadata) != {_FORMAT, "sha256"}:
-        raise ValueError(
-            f"{name} is a safetensors file of something else: it has the metadata "
-            f"{sorted(metadata)}. Expected a file of save_checkpoint."
-        )
-    if metadata[_FORMAT] != str(_VERSION):
-        raise ValueError(_validate.newer(name, "checkpoint", metadata[_FORMAT], _VERSION))
-    if digest(arrays) != metadata["sha256"]:
+    if metadata.get(_FORMAT) != str(_VERSION):
+        raise ValueError(_validate.newer(name, "checkpoint", metadata.get(_FORMAT), _VERSION))
+    if digest(arrays) != metadata.get("sha256"):
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )

@@ -11,44 +11,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import Any, Self
 
 from dualdp import _validate
 from dualdp.ledger.ledger import Ledger
 
-Batch = TypeVar("Batch")
 UNPROTECTED = "unprotected_"
 OWN = ("step", "epsilon")
-
-
-def statistics(
-    norms: ArrayLike, *, max_grad_norm: float, sum_norm: float, noise_norm: float
-) -> dict[str, float]:
-    """Return statistics for the choice of clipping bound and noise; epsilon does not cover them.
-
-    Args:
-        norms: (n,) L2 norms of the examples' gradients.
-        max_grad_norm: C of the step.
-        sum_norm: L2 norm of the clipped sum.
-        noise_norm: expected L2 norm of the noise: its standard deviation times the square root of
-            the number of parameters.
-
-    Returns:
-        `unprotected_clip_fraction`, share of the examples above C; `unprotected_median_norm`;
-        `unprotected_signal_to_noise`, sum_norm / noise_norm. Without examples the first two are 0.
-    """
-    norms = np.asarray(norms, dtype=np.float64)
-    norms = norms if norms.size else np.zeros(1)
-    return {
-        "unprotected_clip_fraction": float(np.mean(~(norms <= max_grad_norm))),
-        "unprotected_median_norm": float(np.median(norms)),
-        "unprotected_signal_to_noise": sum_norm / noise_norm if noise_norm else float("inf"),
-    }
 
 
 class RunLog:
@@ -67,7 +37,8 @@ class RunLog:
     def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
         self.ledger = ledger
         self._columns: list[str] | None = None
-        _require_ledger(ledger)
+        if not isinstance(ledger, Ledger):
+            raise TypeError(f"ledger is {_validate.kind(ledger)}. Expected engine.ledger.")
         path = _validate.path("path", path)
         expected = "a new path, in a folder that exists; a log is never overwritten"
         with _validate.file_errors("written", path, expected):
@@ -93,8 +64,6 @@ class RunLog:
         values = {name: _number(name, value) for name, value in columns.items()}
         if self.ledger.plan.noise == "secure":
             values = {n: v for n, v in values.items() if not n.startswith(UNPROTECTED)}
-        if self._file.closed:
-            raise ValueError("The log is closed. Write before close(), or open another.")
         if self._columns is not None and sorted(self._columns) != sorted(values):
             raise ValueError(
                 f"Columns {sorted(values)} came after rows with {sorted(self._columns)}. Expected "
@@ -120,39 +89,6 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def progress(
-    batches: Iterable[Batch], ledger: Ledger, *, delta: float | None = None
-) -> Iterator[Batch]:
-    """Iterate over a private loader with a progress bar that shows the epsilon spent so far.
-
-    Args:
-        batches: loader; its length, if any, is the length of the bar.
-        ledger: `Ledger` of the engine.
-        delta: float, for epsilon; None for the plan's.
-
-    Yields:
-        The batches of the loader.
-    """
-    _require_ledger(ledger)
-    from rich import progress as rich
-
-    def epsilon() -> str:
-        return f"epsilon of one {ledger.plan.unit} {ledger.get_epsilon(delta):.3f}"
-
-    columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
-    total = len(batches) if isinstance(batches, Sized) else None
-    with rich.Progress(*columns, rich.TextColumn("{task.description}")) as bar:
-        task = bar.add_task(epsilon(), total=total)
-        for batch in batches:
-            yield batch
-            bar.update(task, advance=1, description=epsilon())
-
-
-def _require_ledger(ledger: object) -> None:
-    if not isinstance(ledger, Ledger):
-        raise TypeError(f"ledger is {_validate.kind(ledger)}. Expected engine.ledger.")
 
 
 def _number(name: str, value: Any) -> float:

@@ -269,14 +269,9 @@ def event(
     if name == "fixed_size":
         return FixedSizeSubsampledGaussian(noise_multiplier, sample_rate)
     if name == "truncated_poisson":
-        if num_examples is None or max_batch_size is None:
-            raise AccountingError(
-                "sampler='truncated_poisson' needs num_examples and max_batch_size: its epsilon "
-                "depends on how often a batch is cut. Give both, or use sampler='poisson'."
-            )
-        return TruncatedPoissonSubsampledGaussian(
-            noise_multiplier, sample_rate, num_examples, max_batch_size
-        )
+        sizes = {"num_examples": num_examples, "max_batch_size": max_batch_size}
+        most = [_validate.integer(word, size) for word, size in sizes.items()]
+        return TruncatedPoissonSubsampledGaussian(noise_multiplier, sample_rate, *most)
     rate = _validate.probability("sample_rate", sample_rate)
     bins = round(1 / rate) if rate else 0
     if name == "balls_in_bins" and bins and abs(bins * rate - 1) <= 1e-9:
@@ -301,11 +296,6 @@ def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
     """
     examples = _validate.integer("num_examples", num_examples, minimum=1)
     batch = _validate.integer("batch_size", batch_size, minimum=1)
-    if batch > examples:
-        raise ValueError(
-            f"batch_size={batch} is larger than num_examples={examples}. Expected a batch of at "
-            "most all examples."
-        )
     return math.ceil(_validate.non_negative("epochs", epochs) * math.ceil(examples / batch))
 
 

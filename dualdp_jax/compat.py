@@ -261,7 +261,7 @@ def inputs_in_use(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
     """
     eqns = []
     for eqn in jaxpr.eqns:
-        zeros = [v for v in eqn.invars if isinstance(v, Literal) and np.all(v.val == 0)]
+        zeros: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) and np.all(v.val == 0)]
         is_zero = eqn.primitive.name == "mul" and zeros
         eqns.append(eqn.replace(invars=zeros[:1] * 2) if is_zero else eqn)
     return list(_partial_eval.dce_jaxpr(jaxpr.replace(eqns=eqns), list(outputs))[1])

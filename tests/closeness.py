@@ -6,6 +6,7 @@ whose gradient is itself the rounding error of a cancellation.
 """
 
 import numpy as np
+from scipy import linalg
 
 from dualdp.plan.clipping import MARGIN
 
@@ -28,6 +29,12 @@ def factors_of(lengths, max_grad_norm, dtype="float32"):
     """(n,) flat clip factors, float64, with the margin of sums in `dtype`."""
     bound = max_grad_norm / (1 + MARGIN[dtype])
     return np.minimum(1.0, bound / np.maximum(lengths, 1e-300))
+
+
+def clipped_sum(grads, max_grad_norm, dtype="float32"):
+    """{name: (n, *shape)} -> {name: shape}: gradients scaled to norm at most C, and summed."""
+    factors = factors_of(whole_norms(grads), max_grad_norm, dtype)
+    return {name: np.einsum("n,n...->...", factors, grad) for name, grad in grads.items()}
 
 
 def assert_grads_close(ours, truth, dtype):
@@ -53,3 +60,8 @@ def assert_sum_close(ours, truth, parts, dtype):
         difference = np.linalg.norm(ours[name].astype(np.float64) - expected)
         size = norms(parts[name]).sum() + FLOOR[dtype] / RELATIVE[dtype] * whole_norms(parts).sum()
         assert difference <= 2 * RELATIVE[dtype] * size, name
+
+
+def lower_toeplitz(column):
+    """(n,) -> (n, n) lower triangular matrix of a filter with this first column."""
+    return linalg.toeplitz(column, np.zeros(len(column)))

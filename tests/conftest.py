@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
-import dataclasses
 import gc
-import importlib
 import os
 import random
 import sys
@@ -14,8 +12,6 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-
-from tests import tiers
 
 # Two workers on two cores: one thread each, or they fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,34 +71,9 @@ def same_numbers():
         sys.modules["torch"].manual_seed(0)
 
 
-@pytest.fixture
-def slow_unchecked(request, monkeypatch):
-    """Slow cases call JAX with check="off": they compare with a reference, as the check does.
-
-    The check takes half of their time, for compiling. Fast cases keep it.
-    """
-    if request.node.get_closest_marker("slow"):
-        calls = importlib.import_module("dualdp_jax.per_sample.checks.calls")
-        answered = calls.answered
-
-        def unchecked(request, call, *rest):
-            if call.options.check == "first":
-                call = call._replace(options=dataclasses.replace(call.options, check="off"))
-            return answered(request, call, *rest)
-
-        monkeypatch.setattr(calls, "answered", unchecked)
-
-
-@pytest.fixture
-def backend(request):
-    """The test adapter of a stack; parametrize it with `BACKENDS` and `indirect=True`."""
-    return importlib.import_module(f"tests.backends._{request.param}")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """A few cases of a test are fast; one worker has those of a case and compiles them once."""
-    tiers.thin_out(items)
+    """One worker has the tests of a case, and compiles them once."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         case = params.get("case", params.get("entry"))

@@ -41,10 +41,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "dualdp/ledger": ("tests/dualdp/ledger",),
     "dualdp/checkpoint.py": ("tests/dualdp/test_checkpoint.py",),
     "dualdp_torch/rules": ("tests/dualdp_torch/rules", "tests/grid"),
-    "dualdp_torch/per_sample": (
-        "tests/dualdp_torch/per_sample",
-        "tests/grid",
-    ),
+    "dualdp_torch/per_sample": ("tests/dualdp_torch/per_sample", "tests/grid"),
     "dualdp_torch/noise": ("tests/dualdp_torch/noise", "tests/backends/test_noise.py"),
     "dualdp_torch/training": ("tests/dualdp_torch/training", "tests/backends/test_engine.py"),
     "dualdp_torch/checkpoint": ("tests/dualdp_torch/checkpoint",),

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The truth: float64, one example at a time, plain autograd. Calls nothing of the library."""
+"""Models of the shared grid on PyTorch, and their loss. Calls nothing of the library."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests.cases import layers
-from tests.closeness import factors_of
 
 with warnings.catch_warnings():  # torch warns once that even kernels with "same" padding copy
     warnings.simplefilter("ignore", UserWarning)
@@ -74,42 +72,36 @@ class Special(nn.Module):
 
     def _tied(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.embedding.weight
-        hidden = F.linear(F.embedding(ids, table), self.body.weight, self.body.bias).tanh()
-        return F.linear(hidden, table)
-
-    def _layer(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.layer.weight, self.layer.bias)
-
-    def _first(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.first.weight, self.first.bias)
-
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.head.weight, self.head.bias)
+        return F.linear(_linear(self.body, F.embedding(ids, table)).tanh(), table)
 
     def _reuse(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layer(self._layer(x).tanh())
+        return _linear(self.layer, _linear(self.layer, x).tanh())
 
     def _reuse_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layer(self._layer(x).tanh().mean(1))
+        return _linear(self.layer, _linear(self.layer, x).tanh().mean(1))
 
     def _functional(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self._first(x).tanh(), self.first.weight)
+        return F.linear(_linear(self.first, x).tanh(), self.first.weight)
 
     def _raw(self, x: torch.Tensor) -> torch.Tensor:
-        return self._head((x + self.pos) * self.scale)
+        return _linear(self.head, (x + self.pos) * self.scale)
 
     def _class_token(self, x: torch.Tensor) -> torch.Tensor:
-        token = self.token.expand(len(x), 1, -1)
-        return self._head(self._first(torch.cat([token, x], 1)).tanh())
+        x = torch.cat([self.token.expand(len(x), 1, -1), x], 1)
+        return _linear(self.head, _linear(self.first, x).tanh())
 
     def _unused(self, x: torch.Tensor) -> torch.Tensor:
-        return self._first(x)
+        return _linear(self.first, x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self._first(x).tanh(), self.first.weight, self.second.bias)
+        return F.linear(_linear(self.first, x).tanh(), self.first.weight, self.second.bias)
 
     def _two_branches(self, x: torch.Tensor) -> torch.Tensor:
-        return self._first(x) * F.linear(x, self.second.weight, self.second.bias).tanh()
+        return _linear(self.first, x) * _linear(self.second, x).tanh()
+
+
+def _linear(owner: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, owner.weight, owner.bias)
 
 
 def model_of(case: layers.Case, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -138,42 +130,3 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = model(x).flatten(1)
     index = torch.arange(y.shape[1], dtype=y.dtype, device=y.device)
     return (y.square() / 2 + y * index.cos()).sum(1)
-
-
-def losses(case: layers.Case) -> np.ndarray:
-    """(n,) losses of a case."""
-    model, x = model_of(case), batch_of(case)
-    parts = [loss_fn(model, x[k : k + 1]).detach().numpy() for k in range(len(x))]
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def per_sample_grads(case: layers.Case) -> dict[str, np.ndarray]:
-    """Name -> (n, *shape) of a case."""
-    return loop(model_of(case), loss_fn, batch_of(case))
-
-
-def loop(model: nn.Module, loss: Any, x: torch.Tensor) -> dict[str, np.ndarray]:
-    """Name -> (n, *shape): one backward per example."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: np.zeros((len(x), *p.shape)) for name, p in named.items()}
-    for k in range(len(x)):
-        total = loss(model, x[k : k + 1]).sum()
-        parts = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-        for name, part in zip(named, parts, strict=True):
-            if part is not None:
-                found[name][k] = part.double().numpy()
-    return found
-
-
-def norms_of(found: dict[str, np.ndarray]) -> np.ndarray:
-    """(n,) norms of whole gradients."""
-    squares = [np.square(g).sum(tuple(range(1, g.ndim))) for g in found.values()]
-    return np.sqrt(np.sum(squares, axis=0))
-
-
-def clipped_sum(
-    found: dict[str, np.ndarray], max_grad_norm: float, dtype: str = "float32"
-) -> dict[str, np.ndarray]:
-    """Name -> shape: gradients scaled to norm at most C, summed in `dtype`."""
-    factors = factors_of(norms_of(found), max_grad_norm, dtype)
-    return {name: np.einsum("n,n...->...", factors, g) for name, g in found.items()}

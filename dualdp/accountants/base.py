@@ -241,11 +241,6 @@ def require_bound(name: str) -> str:
     Raises:
         ValueError: no accountant has this name.
     """
-    if isinstance(name, str) and name == "gdp" and name not in TABLE:
-        raise ValueError(
-            f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
-            f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
-        )
     return _validate.choice("accountant", name, TABLE)
 
 

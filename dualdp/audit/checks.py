@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_private_step`: sensitivity, noise, sampler, canaries and accounting of a private step."""
+"""`check_private_step`: sensitivity, noise, sampler and accounting of a private step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.audit import statistics
 from dualdp.audit.protocol import Claims, PrivateStep
-from dualdp.plan.accounting import WHOLE_PASS, num_batches
+from dualdp.plan.accounting import num_batches
 
 Array = NDArray[np.float64]
 Taken = NDArray[np.bool_]
 
 FALSE_ALARM = 1e-6
-_P_VALUES = 8  # largest number of p-values in a report, which share the false-alarm rate
+_P_VALUES = 7  # largest number of p-values in a report, which share the false-alarm rate
 _TOLERANCE = 1e-4  # of a contribution's norm, relative to C: rounding of float32 factors
 _MOST = 1 << 15  # number of coordinates whose noise is kept, equally many of every leaf
-_PATHS = 20_000  # simulated canaries for the reference of the log-likelihood ratio
 _ROUNDING = 1 + 1e-6  # tolerance for the arguments of an accountant
 _EMPTY_STEPS, _EMPTY_BATCH = 30, 0.5
 _FACTORS = (1.0, 1e6, 1e-3, math.nan, math.inf, 0.0)
@@ -147,12 +146,10 @@ def _norm(vector: Array) -> float:
 class Seen:
     """Releases of a run, with correlated noise made independent by a multiplication with C."""
 
-    inside: Array  # (steps, examples) coordinates of the canaries with an example, in units of C
     noise: Array  # (steps, numbers) coordinates with noise only, divided by the claimed stddev
     starts: tuple[int, ...]  # of each parameter in `noise`, after the free canaries, and its end
-    taken: Taken | None  # (steps, examples) participations
-    rest: Array | None  # (steps, examples) `inside` without the examples, divided by the stddev
-    sigma: float  # standard deviation of the noise in `inside`
+    taken: Taken  # (steps, examples) participations
+    rest: Array  # (steps, examples) the other canaries without the examples, divided by the stddev
 
 
 def observe(step: PrivateStep, setting: Setting, num_steps: int, rate: float) -> Seen:
@@ -178,36 +175,27 @@ def observe(step: PrivateStep, setting: Setting, num_steps: int, rate: float) ->
         starts = np.cumsum([0, *map(len, arrays)])
         inside.append(canaries[n:])
         noise.append(np.concatenate(arrays, dtype=np.float64))
-        batches += [] if release.indices is None else [np.isin(np.arange(n), release.indices)]
+        batches.append(np.isin(np.arange(n), release.indices))
     steps = len(inside)
     c, scale = claims.strategy(steps), claims.noise_scale(steps, rate)
     x = c @ (np.array(inside, dtype=np.float64).reshape(steps, n) / claims.max_grad_norm)
     z = c @ (np.reshape(noise, (steps, starts[-1])) / claims.noise_stddev) / scale
-    sigma = claims.noise_multiplier * scale
-    taken = np.array(batches) if batches and len(batches) == steps else None
-    rest = None if taken is None else (x - c @ taken) / sigma
-    return Seen(x, z, tuple(starts), taken, rest, sigma)
+    taken = np.array(batches).reshape(steps, n)
+    return Seen(z, tuple(starts), taken, (x - c @ taken) / (claims.noise_multiplier * scale))
 
 
 def check_run(step: PrivateStep, setting: Setting) -> Iterator[Check]:
-    """Check noise, sampler, canaries and accounting of one run."""
+    """Check noise, sampler and accounting of one run."""
     limit, rate = setting.limit, setting.sample_rate
     seen = observe(step, setting, setting.num_steps, rate)
     yield from _account(step, seen, setting.num_steps, rate, "")
-    if len(seen.inside) < 2:
+    if len(seen.noise) < 2:
         return
     yield from _noise(seen, limit)
-    name = "batches are drawn as claimed"
-    if seen.taken is None:
-        yield Check(name, None, detail="the implementation does not say who joined")
-    else:
-        found = batches(step.claims, seen.taken, rate)
-        oddest = min(found, key=lambda key: found[key])
-        yield p_value(name, statistics.smallest(found.values()), limit, f"oddest: {oddest}")
-    if seen.rest is not None:
-        yield p_value("release is of the drawn batch", statistics.chi_square(seen.rest), limit)
-    if not step.claims.is_patterned:  # the steps of an example are independent draws
-        yield _privacy_loss(step.claims.sampler, seen, setting)
+    found = batches(step.claims, seen.taken, rate)
+    p, oddest = statistics.smallest(found.values()), min(found, key=lambda key: found[key])
+    yield p_value("batches are drawn as claimed", p, limit, f"oddest: {oddest}")
+    yield p_value("release is of the drawn batch", statistics.chi_square(seen.rest), limit)
 
 
 def _account(
@@ -218,14 +206,14 @@ def _account(
     An event may have less noise or a larger sample rate than the step had, but not the reverse.
     """
     events, claims = list(step.events()), step.claims
-    missing = abs(len(seen.inside) - num_steps)
+    missing = abs(len(seen.noise) - num_steps)
     yield at_most(f"every step releases{suffix}", missing, 0, "steps without release")
     needed = [(claims.noise_multiplier, rate)] * num_steps
     if claims.sampler == "cyclic_poisson":
         norms = np.linalg.norm(claims.strategy(num_steps)[:, :: claims.min_separation], axis=0)
         sigmas = claims.noise_multiplier * norms.max() / norms
         needed = [(float(sigma), claims.min_separation * rate) for sigma in sigmas]
-    elif claims.is_patterned:
+    elif claims.correlation is not None or claims.sampler == "fixed_order":
         needed = [(claims.noise_multiplier, 1.0)]
     pairs = zip(sorted(events), sorted(needed), strict=False)
     right = [e[0] <= n[0] * _ROUNDING and n[1] <= e[1] * _ROUNDING for e, n in pairs]
@@ -243,8 +231,8 @@ def _noise(seen: Seen, limit: float) -> Iterator[Check]:
     yield p_value("noise scale", p, limit, detail)
     yield p_value("noise is normal", statistics.normality(z[:, :: max(1, z.size >> 18)]), limit)
     yield p_value("noise is never used twice", statistics.repetition(z), limit)
-    if seen.rest is not None:  # the noise of the used canaries, between free ones and parameters
-        z = np.hstack([z[:, : seen.starts[1]], seen.rest, z[:, seen.starts[1] :]])
+    # The noise of the used canaries lies between free ones and parameters.
+    z = np.hstack([z[:, : seen.starts[1]], seen.rest, z[:, seen.starts[1] :]])
     yield p_value("noise is independent in a step", statistics.autocorrelation(z), limit)
 
 
@@ -283,22 +271,6 @@ def batches(claims: Claims, taken: Taken, rate: float) -> dict[str, float]:
     return found
 
 
-def _privacy_loss(sampler: str, seen: Seen, setting: Setting) -> Check:
-    """Check the canaries' privacy loss over the run against that of simulated ones."""
-    rng, rate = np.random.default_rng(setting.seed), setting.sample_rate
-    steps = len(seen.inside)
-    joined = rng.random((steps, _PATHS)) < rate
-    if sampler in WHOLE_PASS:
-        bins = num_batches(1, rate)
-        chosen = rng.integers(bins, size=(-(-steps // bins), 1, _PATHS))
-        joined = (np.arange(bins)[:, None] == chosen).reshape(-1, _PATHS)[:steps]
-    simulated = seen.sigma * rng.standard_normal((steps, _PATHS)) + joined
-    losses = (
-        statistics.log_likelihood_ratio(x, rate, seen.sigma) for x in (seen.inside, simulated)
-    )
-    return p_value("privacy loss", statistics.two_samples(*losses), setting.limit)
-
-
 def check_empty(step: PrivateStep, setting: Setting) -> Iterator[Check]:
     """Check that batches without examples release noise and are accounted."""
     rate = _EMPTY_BATCH / setting.num_examples
@@ -333,7 +305,7 @@ def check_private_step(
 
     Args:
         step: `PrivateStep`, the implementation.
-        checks: names among "sensitivity", "run" (noise, sampler, canaries, events) and "empty"
+        checks: names among "sensitivity", "run" (noise, sampler, events) and "empty"
             (batches without examples).
         num_steps: number of steps of the run with canaries.
         num_examples: number of examples of that run; as many further canaries have no example.

@@ -22,7 +22,7 @@ from scipy.linalg import toeplitz
 
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
-from dualdp.plan.accounting import PATTERNED, num_batches
+from dualdp.plan.accounting import num_batches
 from dualdp.plan.correlated.strategies import Strategy
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.samplers import SAMPLERS
@@ -66,11 +66,6 @@ class Claims:
         """Standard deviation of independent noise in a sum, gradient units; see `noise_scale`."""
         return self.noise_multiplier * self.max_grad_norm
 
-    @property
-    def is_patterned(self) -> bool:
-        """True if the run is accounted as a whole."""
-        return self.correlation is not None or self.sampler in PATTERNED
-
     def strategy(self, num_steps: int) -> Array:
         """Return (num_steps, num_steps) C."""
         if self.correlation is None:
@@ -97,12 +92,12 @@ class Release(NamedTuple):
     Attributes:
         canaries: (num_canaries,) canary coordinates, gradient units.
         leaves: sequence of the other parameters' arrays, in any fixed order and shape.
-        indices: (k,) examples that took part, or None if the implementation does not report them.
+        indices: (k,) examples that took part.
     """
 
     canaries: Array
     leaves: Sequence[Array]
-    indices: Rows | None = None
+    indices: Rows
 
 
 class Event(NamedTuple):

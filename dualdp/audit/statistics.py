@@ -88,11 +88,6 @@ def neighbours(taken: NDArray[np.bool_], rate: float) -> float:
     return smallest(largest(np.array([p.sum() / np.sqrt(p.size)])) for p in pairs if p.size)
 
 
-def two_samples(found: Array, expected: Array) -> float:
-    """Return the Kolmogorov-Smirnov p-value of two samples."""
-    return float(stats.ks_2samp(found, expected, method="asymp").pvalue)
-
-
 def log_likelihood_ratio(x: Array, rate: float, sigma: float) -> Array:
     """Return the log density ratio with over without the example, summed over axis 0 (steps).
 

@@ -61,11 +61,9 @@ def parse(text: str, name: str = "The text") -> Parsed:
             one of another version.
     """
     *lines, torn = text.split("\n")
+    foreign = f"{name} is not a ledger. Expected a file or text that dualdp wrote."
     if not lines:
-        raise ValueError(
-            f"{name} is not a ledger. Expected a file or text that dualdp wrote, which begins "
-            "with one whole line about its plan."
-        )
+        raise ValueError(foreign)
     records: list[Record] = []
     previous = _START
     for number, line in enumerate(lines, 1):
@@ -80,7 +78,7 @@ def parse(text: str, name: str = "The text") -> Parsed:
         if number == 1 and version != VERSION:
             if isinstance(version, int):
                 raise ValueError(_validate.newer(name, "ledger", version, VERSION))
-            raise ValueError(f"{name} is not a ledger. Expected a file or text that dualdp wrote.")
+            raise ValueError(foreign)
         if chained(previous, line[:-_TAIL] + "}") != line:
             raise ValueError(
                 f"{name} is broken at line {number}: its hash does not follow from the lines "

@@ -46,15 +46,13 @@ from dualdp.ledger.chain import (
     require_new,
 )
 from dualdp.plan import accounting
-from dualdp.plan.accounting import Segment, empty_account, spent_by
+from dualdp.plan.accounting import WHOLE_PASS, Segment, empty_account, spent_by
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
 
 _log = logging.getLogger("dualdp")
 COLUMNS = ("step", "noise_multiplier", "sample_rate", "max_grad_norm", "noisy_fraction")
-#: Samplers under which releases of one or several segments are composed alike.
-COMPOSED = ("poisson", "truncated_poisson", "fixed_size")
 
 
 class Release(NamedTuple):
@@ -205,7 +203,6 @@ class Ledger:
         plan: PrivacyPlan,
         step: int,
         bound: float | None = None,
-        recalibrate: bool = False,
         known: tuple[int, str] | None = None,
     ) -> Self:
         """Go on with a run: begin a segment at `step`, beside all releases on record.
@@ -216,13 +213,10 @@ class Ledger:
             plan: `PrivacyPlan` of the run.
             step: int, the next step, such as a checkpoint's position.
             bound: C of that step, if it is adaptive.
-            recalibrate: bool, True to raise the noise of the steps that are left so that all
-                planned steps fit the target epsilon (or the plan's, without a target).
             known: number of lines of a checkpoint, and the hash of the last of them, with which the
                 record has to begin.
 
         Raises:
-            AccountingError: nothing is left to recalibrate.
             OSError: the file can't be read or written.
             ValueError: the record is broken, of another plan or run, in use, or `step` is past it.
 
@@ -250,13 +244,13 @@ class Ledger:
                 )
             ledger = cls(plan)
             ledger.chain = chain
-            ledger._go_on(parsed.torn, _validate.integer("step", step), bound, recalibrate)
+            ledger._go_on(parsed.torn, _validate.integer("step", step), bound)
         except BaseException:
             chain.close()
             raise
         return ledger
 
-    def _go_on(self, torn: str, step: int, bound: float | None, recalibrate: bool) -> None:
+    def _go_on(self, torn: str, step: int, bound: float | None) -> None:
         """Count a torn release, and begin the segment of a resumed run."""
         state, plan = self._state, self.plan
         counted = state.torn_release(plan, torn)
@@ -268,13 +262,10 @@ class Ledger:
                 "same run."
             )
         bound = _validate.positive("bound", bound) if plan.is_adaptive else None
-        scale = state.segments[-1].noise_scale
-        if recalibrate:
-            scale = accounting.recalibrated(plan, state.segments, step)
         if counted is not None:
             self.chain.append(counted)
-        self._begin(step, scale, bound)
-        self._log_steps_left(step)
+        self._begin(step, state.segments[-1].noise_scale, bound)
+        self._log_steps_left()
 
     def recalibrate(self) -> None:
         """Begin a segment whose noise is such that all planned steps fit the target epsilon.
@@ -285,20 +276,20 @@ class Ledger:
             AccountingError: nothing is left to recalibrate; then the record stays as it was.
         """
         self.require_process()
-        self._go_on("", self.position, self._state.bound, True)
+        scale = accounting.recalibrated(self.plan, self.segments, self.position)
+        self._begin(self.position, scale, self._state.bound)
+        self._log_steps_left()
 
-    def _log_steps_left(self, step: int) -> None:
+    def _log_steps_left(self) -> None:
         """Log how far a resumed run goes; a warning if its target ends it before its plan."""
-        end, planned = self.end, self.plan.num_steps
-        left = "no end is planned" if end is None else f"{max(end - step, 0)} steps are left"
-        if end is not None and planned is not None and end < planned:
-            left += (
-                f" of {planned - step} planned: no more fit into target_epsilon="
-                f"{self.plan.target_epsilon} beside the {len(self)} releases on record; "
-                "recalibrate=True raises the noise instead, so that all of them fit"
-            )
-        level = logging.WARNING if "fit" in left else logging.INFO
-        _log.log(level, "The run goes on at step %d: %s.", step, left)
+        step, end = self.position, self.end
+        if end is not None:
+            planned = max(end, self.plan.num_steps or 0)
+            said = "The run goes on at step %d: %d steps are left of %d planned. "
+            if end < planned:
+                said += "No more fit into target_epsilon, unless recalibrate=True raises the noise."
+            level = logging.WARNING if end < planned else logging.INFO
+            _log.log(level, said, step, max(end - step, 0), planned - step)
 
     def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
         """Append the line of a new segment."""
@@ -335,7 +326,7 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self.plan.sampler in COMPOSED:
+        if before and self.plan.sampler not in WHOLE_PASS:
             # New releases are added to the same accountant, which keeps its sums over earlier ones.
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]

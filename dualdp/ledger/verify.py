@@ -13,15 +13,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from dualdp._validate import AccountingError
 from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
-from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
-from dualdp.plan.accounting import Segment, empty_account, release, spent_by
+from dualdp.ledger.ledger import COLUMNS, State
+from dualdp.plan.accounting import WHOLE_PASS, Segment, empty_account, release, spent_by
 from dualdp.plan.plan import PrivacyPlan
 
 _SLACK = 1e-9  # relative tolerance for recomputed numbers
@@ -69,15 +68,6 @@ class Verification:
     def is_whole(self) -> bool:
         """True if all planned steps are recorded and nothing at the end is cut off."""
         return not self.torn and bool(self.covers_the_plan)
-
-    @cached_property
-    def epsilon_of_the_plan(self) -> float:
-        """Upper bound by PLD for one run of all planned steps; nan if open-ended or without one."""
-        if self.plan is None or self.plan.num_steps is None:
-            return math.nan
-        with suppress(ValueError):
-            return replace(self.plan, accountant="pld").epsilon()
-        return math.nan
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -135,11 +125,7 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
     """
     text, name = read_text(source)
     try:
-        parsed = None
-        if not text.endswith("\n"):  # a copy may have lost the end of its last line, no more
-            with suppress(ValueError):
-                parsed = parse(f"{text}\n", name)
-        parsed = parsed or parse(text, name)
+        parsed = parse(text, name)
         plan = PrivacyPlan.from_json(json.dumps(parsed.records[0]["plan"]))
     except _BROKEN as error:
         return Verification(name, (Finding("chain is unbroken", False, str(error)),))
@@ -216,7 +202,7 @@ def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
 
 def _segments(found: Verification, plan: PrivacyPlan) -> Result:
     """How often the run was resumed, and with how much more noise."""
-    starts = [segment.start for segment in found.segments[1:]]
+    starts = [segment.start for segment in found.segments[1:] if segment.stop > segment.start]
     scales = [f"{s.noise_scale:.4g}" for s in found.segments if s.noise_scale != 1]
     raised = f"; noise scaled by {', '.join(scales[:10])}" if scales else ""
     where = f", at step {', '.join(map(str, starts[:10]))}" if starts else ""
@@ -232,7 +218,7 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
     try:
         cost = replace(plan, accountant=accountant)
         spent, event = empty_account(cost), release(cost, 0)
-        if plan.sampler in COMPOSED:
+        if plan.sampler not in WHOLE_PASS:
             counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
             for (noise, rate), count in counts.items():
                 event |= {"noise_multiplier": noise, "sample_rate": rate}

@@ -455,19 +455,10 @@ def scale_within(
     """Return the smallest noise scale found for steps start .. stop - 1 that meets the target.
 
     Raises:
-        AccountingError: no scale up to 1e9 does.
-        ValueError: the counts of an adaptive bound, whose noise is not scaled, exceed it alone.
+        AccountingError: no scale up to 1e9 does, such as where the counts of an adaptive bound,
+            whose noise is not scaled, exceed it alone.
     """
     check_target(target, cost.delta)
-    if cost.is_adaptive:
-        largest = epsilon(cost, [*segments, Segment(start, stop, math.inf)])
-        if largest > target:
-            counts = min(count_noise(cost, size) for _, size, _ in stretches(cost, start, stop))
-            raise ValueError(
-                f"The noisy count of the adaptive max_grad_norm has noise multiplier "
-                f"{counts:.4g} and alone spends epsilon={largest:.4g}, but the target is {target}. "
-                "Expected a larger count_noise_multiplier, or a larger target."
-            )
 
     def spent(scale: float) -> float:
         return epsilon(cost, [*segments, Segment(start, stop, scale)])

@@ -20,14 +20,6 @@ SECOND_RUN = (
 )
 #: Names of engine arguments, and the names of the same plan fields.
 SYNONYMS = {"target_delta": "delta", "max_physical_batch_size": "physical_batch_size"}
-#: Names that other libraries give to engine arguments, for the error about them.
-ELSEWHERE = {
-    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("batch_size", "logical_batch_size"), "expected_batch_size"),
-    **dict.fromkeys(("l2_norm_clip", "l2_clip_norm"), "max_grad_norm"),
-    **dict.fromkeys(("steps", "num_updates", "iterations"), "num_steps"),
-    "microbatch_size": "max_physical_batch_size",
-}
 #: Fields of a plan that an engine takes as arguments.
 FIELDS = {field.name for field in dataclasses.fields(PrivacyPlan)} - {"num_examples"}
 #: All accepted argument names.
@@ -66,11 +58,6 @@ def plan_of(
     """
     given = {name: value for name, value in given.items() if value is not None}
     _require_known(given, method, also)
-    if calibrates and (plan is not None or "noise_multiplier" in given):
-        raise ValueError(
-            f"{'noise_multiplier' if plan is None else 'plan'} came together with target_epsilon. "
-            f"Expected one of the two: {method} finds the noise multiplier and makes the plan."
-        )
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)
         return plan
@@ -109,8 +96,6 @@ def _require_known(given: Mapping[str, Any], method: str, also: Collection[str])
     known = sorted(KNOWN.union(also))
     near = get_close_matches(unknown[0], known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    if unknown[0] in ELSEWHERE:
-        hint = f". {unknown[0]} is {ELSEWHERE[unknown[0]]} here"
     raise TypeError(
         f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. Expected any of "
         f"{', '.join(known)}."

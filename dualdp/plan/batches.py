@@ -9,7 +9,6 @@ for step in range(plan.num_steps):
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,13 +18,12 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.accounting import Cost
+from dualdp.plan.accounting import Cost, num_batches
 from dualdp.plan.samplers import RESOLUTION, SAMPLERS
 from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
 _AHEAD = 4  # most batches without a release when epsilon is asked for: loops may prefetch
-_MANY = 1000  # batches noted, above which those on record are dropped, to bound the memory
 
 
 def drawn_indices(plan: Cost, bits: SegmentBits, step: int) -> NDArray[np.int64]:
@@ -126,7 +124,7 @@ def end_of_pass(plan: Cost, start: int, end: int | None, until: int = 0) -> int:
     """
     if end is not None and start >= end:
         return start
-    stop = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
+    stop = start + num_batches(plan.num_examples, plan.expected_batch_size_at(start))
     return min([stop, *(limit for limit in (end, until) if limit is not None and limit > start)])
 
 
@@ -166,8 +164,7 @@ class HandedOut:
 
     def record(self, position: int) -> None:
         """Note the release of one step; raise if the batch of the one before was never drawn."""
-        if len(self._steps) > _MANY:
-            self._steps = {step for step in self._steps if step >= position - 1}
+        self._steps = {step for step in self._steps if step >= position - 1}
         if self._owed is not None and self._owed not in self._steps:
             raise AccountingError(
                 f"The release of step {self._owed} is on record and its batch was never drawn, so "

@@ -161,10 +161,6 @@ class PrivacyPlan(Cost):
             steps = min(self.num_steps or 0, 1) if self.is_patterned else 1
             accounting.spent_by(self, [accounting.Segment(0, steps)])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, without what was computed of them."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
         if self.group_shares is None:
@@ -341,12 +337,6 @@ def split_bounds(
     Returns:
         `(C, shares)`; C unchanged, or the root of the sum of the groups' squared bounds.
     """
-    if isinstance(max_grad_norm, list | tuple):
-        raise TypeError(
-            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, C of an "
-            "example's whole gradient (of a list, the root of the sum of squares), of which "
-            "clipping='per_layer' gives each group an equal share; or a mapping group -> bound."
-        )
     if not isinstance(max_grad_norm, Mapping) and shares is None:
         return max_grad_norm, None
     both = isinstance(max_grad_norm, Mapping) and shares is not None
@@ -402,14 +392,7 @@ def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> N
             "of each row of the data, in make_private, make_loader or resume; in a loop without "
             "an engine, clipped_grad_sum(rows_per_unit=) takes the rows of dualdp.units.draw_rows."
         )
-    if users is not None and users.num_users != plan.num_examples:
-        raise ValueError(
-            f"users names {users.num_users} users but the plan has num_examples="
-            f"{plan.num_examples}. Both must be the same, or epsilon is not true: make a plan for "
-            "these users; dualdp.units.user_rows(ids, num_users=) names those without rows too."
-        )
-    if users is None:
-        require_size(plan, num_rows)
+    require_size(plan, num_rows if users is None else users.num_users)
 
 
 def require_size(plan: PrivacyPlan, num_examples: int) -> None:

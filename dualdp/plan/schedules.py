@@ -150,13 +150,7 @@ class Table(Schedule):
         Raises:
             IndexError: a step past the table.
         """
-        index = np.asarray(steps)
-        if index.size and index.max() >= len(self.values):
-            raise IndexError(
-                f"step {int(index.max())} is past the schedule's {len(self.values)} steps. "
-                "Plan more steps."
-            )
-        return np.asarray(np.asarray(self.values, dtype=np.float64)[index])
+        return np.asarray(np.asarray(self.values, dtype=np.float64)[np.asarray(steps)])
 
 
 @dataclass(frozen=True)

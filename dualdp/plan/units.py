@@ -65,7 +65,8 @@ def user_rows(
     """Return the rows of each user.
 
     Args:
-        users: (rows,) integers >= 0, the id of the user of each row, in any order.
+        users: (rows,) integers >= 0, the id of the user of each row, in any order; or what this
+            function returned.
         num_rows: number of rows of the data, to compare with; None for no comparison.
         num_users: number of users, where some have no rows: ids are then 0 .. num_users - 1. None
             for the users that have rows.
@@ -74,7 +75,9 @@ def user_rows(
         TypeError, ValueError: not one id for each row, or an id that names no user.
     """
     if isinstance(users, UserRows):
-        return users
+        ids = np.full(len(users.order), -1)  # -1 stays where a row is missing
+        ids[users.order] = np.repeat(np.arange(users.num_users), users.counts)
+        return user_rows(ids, num_rows=num_rows, num_users=users.num_users)
     try:
         ids = np.asarray(users)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -106,26 +109,6 @@ def user_rows(
         index = ids.astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_users))])
     return UserRows(np.argsort(index, kind="stable").astype(np.int64), starts.astype(np.int64))
-
-
-def rows_of_data(users: ArrayLike | UserRows | None, num_rows: int) -> UserRows | None:
-    """Return the rows of each user of a data set, for a run on it; None for None.
-
-    As `user_rows`; `UserRows` must hold each of the `num_rows` rows of the data once.
-    """
-    if users is None:
-        return None
-    if not isinstance(users, UserRows):
-        return user_rows(users, num_rows=num_rows)
-    order, counts = np.asarray(users.order), users.counts
-    if not np.array_equal(np.sort(order), np.arange(num_rows)) or counts.sum() != num_rows:
-        raise ValueError(
-            f"users is a UserRows of {len(order)} rows but the data has {num_rows} rows. Expected "
-            "each row of the data once; dualdp.units.user_rows makes it of the ids."
-        )
-    ids = np.zeros(num_rows, np.int64)
-    ids[order] = np.repeat(np.arange(users.num_users), counts)
-    return user_rows(ids, num_users=users.num_users)
 
 
 _EXPECTED = (

@@ -99,11 +99,6 @@ class SegmentBits:
     """
 
     def __init__(self, seed: int | None, secret: bytes | None = None) -> None:
-        if secret is not None and (seed is not None or len(secret) != _SECRET_BYTES):
-            raise ValueError(
-                f"A secret of {len(secret)} bytes came with seed={seed}. Expected "
-                f"{_SECRET_BYTES} bytes, and no seed."
-            )
         self.seed = None if seed is None else checked_seed(seed)
         self._pid = os.getpid()
         self._secret = secret if secret or seed is not None else fresh_bits(_SECRET_BYTES)

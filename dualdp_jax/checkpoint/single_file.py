@@ -144,27 +144,25 @@ def loaded_engine(
     if group is not None:
         group.require_same("the checkpoint", document, "Give all of them the same file.")
 
-    def open_ledger(recalibrate: bool) -> Ledger:
-        opened = list[Ledger]()
+    opened = list[Ledger]()
 
-        def first() -> str:
-            opened.append(checkpoint.open_run(document, path, ledger, recalibrate=recalibrate))
-            return opened[0].to_json()
+    def first() -> str:
+        opened.append(checkpoint.open_run(document, path, ledger))
+        return opened[0].to_json()
 
-        text = on_first(group, "the checkpoint's ledger", first)
-        if opened:
-            return opened[0]
+    text = on_first(group, "the checkpoint's ledger", first)
+    if not opened:
         before = text.rstrip("\n").rpartition("\n")[0]  # without the line of the new segment
-        return Ledger.resume(
+        other = Ledger.resume(
             before + "\n",
             plan=PrivacyPlan.from_json(json.dumps(document["plan"])),
             step=document["position"],
             bound=document["bound"],
-            recalibrate=recalibrate,
         )
-
+        opened.append(other)
     saved = {**document["settings"], "trained": document["trained"]}
-    return PrivacyEngine.loaded(Loaded(state, open_ledger, document["pass_end"], saved), group)
+    run = Loaded(state, document["pass_end"], saved)
+    return PrivacyEngine.loaded(run, opened[0], group)
 
 
 def named_arrays(state: TrainState) -> dict[str, Any]:

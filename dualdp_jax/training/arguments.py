@@ -14,7 +14,7 @@ import numpy as np
 
 from dualdp import _validate, adam
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, user_rows
 from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_jax import compat
 from dualdp_jax.compat import PyTree
@@ -44,7 +44,7 @@ def units_of(
             "user or the views of a row."
         )
     _, num_rows, _ = split_batch(examples_of(data))
-    rows = rows_of_data(users, num_rows)
+    rows = None if users is None else user_rows(users, num_rows=num_rows)
     return rows, num_rows if rows is None else rows.num_users
 
 

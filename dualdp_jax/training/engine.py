@@ -52,7 +52,6 @@ class Loaded(NamedTuple):
     """Run of a checkpoint that `resume` goes on with."""
 
     state: TrainState
-    open_ledger: Callable[[bool], Ledger]  # with True the noise is such that all steps fit
     pass_end: int  # step that ends the pass in which it was saved
     saved: Mapping[str, Any]  # what it says of the step, see `PrivacyEngine.step_saved`
 
@@ -95,11 +94,11 @@ class PrivacyEngine:
         self._run: PrivateStep | None = None  # None if the step is the user's own
 
     @classmethod
-    def loaded(cls, loaded: Loaded, group: Group | None) -> PrivacyEngine:
+    def loaded(cls, loaded: Loaded, ledger: Ledger, group: Group | None) -> PrivacyEngine:
         """Return the engine of a checkpoint's run."""
         engine = cls()
-        engine._loaded, engine._group, engine._names_delta = loaded, group, True
-        engine._ledger = loaded.open_ledger(False)
+        engine._loaded, engine._ledger, engine._group = loaded, ledger, group
+        engine._names_delta = True
         return engine
 
     @compat.promoting
@@ -289,8 +288,7 @@ class PrivacyEngine:
                 "once."
             )
         if recalibrate:
-            self.ledger.close()
-            self._ledger = self._loaded.open_ledger(True)
+            self.ledger.recalibrate()
         return self.make_private(**arguments)
 
     def make_loader(

@@ -50,7 +50,6 @@ def _data(found: Verification) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names} | {
         "verdict": verdict(found),
         "segments": [[s.start, s.stop, s.noise_scale] for s in found.segments],
-        "epsilon_of_the_plan": finite(found.epsilon_of_the_plan),
         "epsilons": {name: finite(value) for name, value in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
     }
@@ -72,8 +71,6 @@ def verdict(found: Verification) -> str:
     said += [f"{true}: {epsilon}" if found.passed else failed]
     if not found.covers_the_plan:
         said.append("It does not show whether the run stopped there or went on.")
-        if math.isfinite(found.epsilon_of_the_plan):
-            said.append(f"All planned steps, run once, cost {found.epsilon_of_the_plan:.4f}.")
     return " ".join([*said, *(["Its last line is cut off."] if found.torn else [])])
 
 

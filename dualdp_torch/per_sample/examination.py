@@ -167,10 +167,12 @@ def examine_one(model: nn.Module, batch: Batch, parameters: Mapping[str, Tensor]
     """Return the reason why captured uses can't be trusted, as far as one example shows it."""
     args, kwargs = batch.arguments()
     capture = Capture({id(p): name for name, p in parameters.items()})
+    start = Start.of(model, is_checked=True)
     try:
-        with eagerly(), Start.of(model, is_checked=True).replayed(model):
+        with eagerly(), start.replayed(model):
             with capture:
                 outputs = float_leaves(model(*args, **kwargs))
+            refuse_written(start.sums, model)
             total = sum([out.sum() for out in outputs], torch.zeros(()))
             leftover = capture.backward(total, parameters)
     except SecondOrderError as error:

@@ -71,7 +71,7 @@ class PrivacyEngine:
     Guarantees:
         Every release is recorded before the parameters change.  [test_ledger_comes_first]
         `detach` leaves module and optimizer as they were.
-            [test_the_same_objects_come_back_and_nothing_is_left_after_detach]
+            [test_the_same_objects_come_back_and_detach_cleans_up]
 
     Source: Abadi et al. 2016, Algorithm 1.
     """

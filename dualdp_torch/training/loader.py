@@ -34,7 +34,7 @@ from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, drawn_indices, drawn_rows, num_physical_batches
 from dualdp.plan.plan import PrivacyPlan, require_units
-from dualdp.plan.units import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, user_rows
 from dualdp.randomness import SegmentBits, fold_in, threefry
 from dualdp_torch.noise.noise import keyed_generator
 from dualdp_torch.parallel.process_group import Group
@@ -200,7 +200,9 @@ class Data(NamedTuple):
                 "users and views= or augment= came together, and a unit is the rows of a user or "
                 "the views of a row. Expected one of the two; the data set may augment its rows."
             )
-        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
+        num_rows = len(loader.dataset)  # type: ignore[arg-type]
+        rows = None if users is None else user_rows(users, num_rows=num_rows)
+        return cls(loader, seen, rows)
 
     @property
     def num_units(self) -> int:

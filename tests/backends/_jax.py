@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a case of the shared grid on JAX: torch's names and shapes, plain `lax` arithmetic."""
+"""Models of the shared grid on JAX: torch's names and shapes, plain `lax` arithmetic."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dualdp_jax as backend
-from dualdp_jax.per_sample.methods import METHODS as _TABLE
 from tests.cases import layers
 from tests.cases.layers import Case
 
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 
-NAME = "jax"
-METHODS = tuple(_TABLE)
 Params = dict[str, Any]
 Options = dict[str, Any]
 
@@ -35,15 +29,8 @@ class Model(NamedTuple):
     trainable: dict[str, bool]
 
 
-@contextlib.contextmanager
-def precision(case: Case) -> Iterator[None]:
-    """float64 arrays stay float64 inside."""
-    with jax.enable_x64(case.dtype == "float64"):
-        yield
-
-
 def build(case: Case) -> Model:
-    """Parameters, per-example loss and inputs of a case; call it inside `precision(case)`."""
+    """Parameters, per-example loss and inputs of a case."""
     params = {name: jnp.asarray(array) for name, array in layers.parameters(case).items()}
     forward = SPECIALS[case.special] if case.special else lambda p, x: _sequence(case, p, x)
 
@@ -54,76 +41,6 @@ def build(case: Case) -> Model:
 
     trainable = {name: name not in case.frozen for name in params}
     return Model(params, loss_fn, jnp.asarray(layers.inputs(case)), trainable)
-
-
-_COMPILED: dict[str, Any] = {}
-
-
-def _jitted(function: Callable[..., Any], case: Case, *names: Any) -> Any:
-    """The jitted function, shared by all cases that differ in their numbers only."""
-    key = repr((dataclasses.replace(case, name="", seed=0), names))
-    return _COMPILED.setdefault(key, jax.jit(function))
-
-
-def _results(case: Case, method: str, max_grad_norm: float = 1.0) -> Any:
-    """(grads, norms, norms per parameter, clipped sum) of one program: compiling takes longest."""
-    model = build(case)
-
-    def compute(params: Params, x: Any, bound: Any) -> Any:
-        # What is compared with the loop here need not be tried while it is traced as well.
-        options = {"method": method, "trainable": model.trainable, "check": "off"}
-        loss_fn = model.loss_fn
-        return (
-            backend.per_sample_grads(loss_fn, params, x, **options),
-            backend.per_sample_norms(loss_fn, params, x, **options),
-            backend.per_sample_norms(loss_fn, params, x, per_parameter=True, **options),
-            backend.clipped_grad_sum(loss_fn, params, x, max_grad_norm=bound, **options),
-        )
-
-    return _jitted(compute, case, method)(model.params, model.x, max_grad_norm)
-
-
-def per_sample_grads(case: Case, method: str = "auto") -> dict[str, np.ndarray]:
-    """{trained name: (n, *shape)}."""
-    with precision(case):
-        return _numpy(_results(case, method)[0])
-
-
-def per_sample_norms(case: Case, *, per_parameter: bool = False, method: str = "auto") -> Any:
-    """(n,), or {trained name: (n,)}."""
-    with precision(case):
-        _, whole, parts, _ = _results(case, method)
-        return _numpy(parts) if per_parameter else np.asarray(whole)
-
-
-def clipped_grad_sum(
-    case: Case, *, max_grad_norm: float, method: str = "auto", mask: Any = None, **options: Any
-) -> tuple[dict[str, np.ndarray], Any, Any]:
-    """({trained name: sum}, norms (n,), losses (n,))."""
-    with precision(case):
-        if options or mask is not None:
-            result = _clipped(case, method, mask, max_grad_norm, options)
-        else:
-            result = _results(case, method, max_grad_norm)[3]
-        return _numpy(result.grads), np.asarray(result.norms), np.asarray(result.losses)
-
-
-def _clipped(case: Case, method: str, mask: Any, bound: float, options: Options) -> Any:
-    """The call with other options."""
-    model = build(case)
-
-    def compute(params: Params, x: Any, mask: Any, bound: Any) -> Any:
-        options_ = {"check": "off", **options, "method": method, "trainable": model.trainable}
-        return backend.clipped_grad_sum(
-            model.loss_fn, params, x, max_grad_norm=bound, mask=mask, **options_
-        )
-
-    run = _jitted(compute, case, method, mask is None, options)
-    return run(model.params, model.x, mask, bound)
-
-
-def _numpy(tree: Params) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in tree.items() if leaf is not None}
 
 
 # ---------------------------------------------------------------------- layers of ONE example
@@ -233,47 +150,22 @@ def _tied(p: Params, ids: Any) -> Any:
     return jnp.tanh(_linear(p, table[ids], "body")) @ table.T
 
 
-def _reuse(p: Params, x: Any) -> Any:
-    return _linear(p, jnp.tanh(_linear(p, x, "layer")), "layer")
-
-
-def _reuse_ranks(p: Params, x: Any) -> Any:
-    return _linear(p, jnp.tanh(_linear(p, x, "layer")).mean(0), "layer")
-
-
-def _functional(p: Params, x: Any) -> Any:
-    return jnp.tanh(_linear(p, x, "first")) @ p["first.weight"].T
-
-
-def _raw(p: Params, x: Any) -> Any:
-    return _linear(p, (x + p["pos"]) * p["scale"], "head")
+def _tanh(p: Params, x: Any, name: str) -> Any:
+    return jnp.tanh(_linear(p, x, name))
 
 
 def _class_token(p: Params, x: Any) -> Any:
-    rows = jnp.concatenate([p["token"], x])
-    return _linear(p, jnp.tanh(_linear(p, rows, "first")), "head")
-
-
-def _unused(p: Params, x: Any) -> Any:
-    return _linear(p, x, "first")
-
-
-def _shared(p: Params, x: Any) -> Any:
-    return jnp.tanh(_linear(p, x, "first")) @ p["first.weight"].T + p["second.bias"]
-
-
-def _two_branches(p: Params, x: Any) -> Any:
-    return _linear(p, x, "first") * jnp.tanh(_linear(p, x, "second"))
+    return _linear(p, _tanh(p, jnp.concatenate([p["token"], x]), "first"), "head")
 
 
 SPECIALS: dict[str, Callable[[Params, Any], Any]] = {
     "tied": _tied,
-    "reuse": _reuse,
-    "reuse_ranks": _reuse_ranks,
-    "functional": _functional,
-    "raw": _raw,
+    "reuse": lambda p, x: _linear(p, _tanh(p, x, "layer"), "layer"),
+    "reuse_ranks": lambda p, x: _linear(p, _tanh(p, x, "layer").mean(0), "layer"),
+    "functional": lambda p, x: _tanh(p, x, "first") @ p["first.weight"].T,
+    "raw": lambda p, x: _linear(p, (x + p["pos"]) * p["scale"], "head"),
     "class_token": _class_token,
-    "unused": _unused,
-    "shared": _shared,
-    "two_branches": _two_branches,
+    "unused": lambda p, x: _linear(p, x, "first"),
+    "shared": lambda p, x: _tanh(p, x, "first") @ p["first.weight"].T + p["second.bias"],
+    "two_branches": lambda p, x: _linear(p, x, "first") * _tanh(p, x, "second"),
 }

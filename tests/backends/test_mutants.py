@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
-from dualdp.audit.protocol import claims_of
 from dualdp.plan import samplers
 from dualdp.randomness import fresh_bits
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
-from tests.pairwise import pairwise
 from tests.private_steps import STEPS, torch_step, torch_tied
-
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
 
 
 def engine_step(stack):
@@ -40,14 +36,6 @@ def with_plan(stack, **factors):
     return STEPS[stack](Mutant)
 
 
-def noise_times(factor):
-    return lambda stack, patch: with_plan(stack, noise_multiplier=factor)
-
-
-def clipping_times(factor):
-    return lambda stack, patch: with_plan(stack, max_grad_norm=factor, noise_multiplier=1 / factor)
-
-
 def inverted_factors(stack, patch):
     patch.setattr(
         importlib.import_module(f"dualdp_{stack}.per_sample.clip"),
@@ -63,14 +51,10 @@ def batches(sampler, factor=1.0):
     @cache
     def other(plan):
         size = plan.expected_batch_size_at(0) * factor
-        relation = "replace" if sampler == "fixed_size" else plan.neighboring_relation
-        return dataclasses.replace(
-            plan,
-            accountant="pld",
-            sampler=sampler,
-            expected_batch_size=size,
-            neighboring_relation=relation,
-        )
+        sizes = {"accountant": "pld", "sampler": sampler, "expected_batch_size": size}
+        if sampler == "fixed_size":
+            sizes["neighboring_relation"] = "replace"
+        return dataclasses.replace(plan, **sizes)
 
     def mutant(stack, patch):
         loader = importlib.import_module(f"dualdp_{stack}.training.loader")
@@ -83,19 +67,12 @@ def batches(sampler, factor=1.0):
     return mutant
 
 
-def noise_of_step(other):
-    """The noise of another step."""
-
-    def mutant(stack, patch):
-        bits = {}
-
-        def drawn(seed, step):
-            return bits.setdefault(other(step), fresh_bits())
-
-        patch.setattr(f"dualdp_{stack}.training.step.noise_bits", drawn)
-        return STEPS[stack]()
-
-    return mutant
+def noise_every_tenth_step(stack, patch):
+    """The noise of the tenth step before."""
+    bits = {}
+    drawn = lambda seed, step: bits.setdefault(step % 10, fresh_bits())  # noqa: E731
+    patch.setattr(f"dualdp_{stack}.training.step.noise_bits", drawn)
+    return STEPS[stack]()
 
 
 def mean_taken_for_a_sum(stack, patch):
@@ -146,23 +123,21 @@ FIXED = {"sampler": "fixed_order", "correlation": WINDOW}
 CYCLIC = {"sampler": "cyclic_poisson", "correlation": BAND, "min_separation": 4}
 
 
-def other_rows(change, **plan):
+def other_rows(change, plan):
     """Correlated noise from other rows than those that were kept."""
 
     def mutant(stack, patch):
         noise = importlib.import_module(f"dualdp_{stack}.noise.noise")
         right = noise.next_noise
-
-        def wrong(strategy, index, z, kept, stddev):
-            return right(strategy, index, z, change(z, kept), stddev)
-
-        patch.setattr(noise, "next_noise", wrong)
+        patch.setattr(
+            noise, "next_noise", lambda s, i, z, kept, std: right(s, i, z, change(kept), std)
+        )
         return STEPS[stack](**plan)
 
     return mutant
 
 
-def other_sensitivity(number, **plan):
+def other_sensitivity(number, plan):
     """Noise for another sensitivity than that of the unit's participations."""
 
     def mutant(stack, patch):
@@ -173,8 +148,7 @@ def other_sensitivity(number, **plan):
 
 
 def of_one_column(plan):
-    column = plan.correlation.strategy(plan.num_steps)
-    return float(np.linalg.norm(column))
+    return float(np.linalg.norm(plan.correlation.strategy(plan.num_steps)))
 
 
 def of_another_order(stack, patch):
@@ -189,55 +163,50 @@ def of_no_class(stack, patch):
     return STEPS[stack](**CYCLIC)
 
 
+#: Fault -> (how it is planted, the check that finds it).
 MUTANTS = {
-    "window drawn from one step": (
-        other_rows(lambda z, kept: tuple(z for _ in kept), **FIXED),
-        "run",
-    ),
-    "window lacks its last draw": (other_rows(lambda z, kept: kept[:-1], **FIXED), "run"),
-    "window shifted by a step": (
-        other_rows(lambda z, kept: (*kept[1:], *kept[-1:]), **FIXED),
-        "run",
-    ),
-    "band without its rows": (other_rows(lambda z, kept: (), **CYCLIC), "run"),
-    "sensitivity of one participation": (other_sensitivity(of_one_column, **FIXED), "run"),
-    "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, **CYCLIC), "run"),
+    "window lacks its last draw": (other_rows(lambda kept: kept[:-1], FIXED), "run"),
+    "window shifted by a step": (other_rows(lambda kept: (*kept[1:], *kept[-1:]), FIXED), "run"),
+    "band without its rows": (other_rows(lambda kept: (), CYCLIC), "run"),
+    "sensitivity of one participation": (other_sensitivity(of_one_column, FIXED), "run"),
+    "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, CYCLIC), "run"),
     "another order in each pass": (of_another_order, "run"),
     "Poisson batches as classes": (of_no_class, "run"),
-    "noise x 0.98": (noise_times(0.98), "run"),
-    "noise x 0.9": (noise_times(0.9), "run"),
-    "noise x 0.5": (noise_times(0.5), "run"),
-    "clipping off": (clipping_times(1e9), "sensitivity"),
-    "clip + 5 %": (clipping_times(1.05), "sensitivity"),
+    "noise x 0.98": (lambda stack, _: with_plan(stack, noise_multiplier=0.98), "run"),
+    "clip + 5 %": (
+        lambda stack, _: with_plan(stack, max_grad_norm=1.05, noise_multiplier=1 / 1.05),
+        "sensitivity",
+    ),
     "clip by min(norm / C, 1)": (inverted_factors, "sensitivity"),
     "tied norm without cross term": (without_cross_term, "sensitivity"),
     "q x 1.2": (batches("poisson", 1.2), "run"),
     "shuffled batches as Poisson": (batches("shuffle"), "run"),
     "fixed-size batches as Poisson": (batches("fixed_size"), "run"),
-    "noise reused every step": (noise_of_step(lambda step: 0), "run"),
-    "noise reused every tenth step": (noise_of_step(lambda step: step % 10), "run"),
+    "noise reused every tenth step": (noise_every_tenth_step, "run"),
     "mean taken for a sum": (mean_taken_for_a_sum, "sensitivity"),
     "empty batch skipped": (empty_batches_skipped, "empty"),
 }
 #: In JAX a loss belongs to one example and a tied weight is one array: these can't be written.
 ONLY_TORCH = ("mean taken for a sum", "tied norm without cross term")
-NEVER = {(name, "jax") for name in ONLY_TORCH}
-#: Each fault on both stacks and with three seeds, if not with each seed on each stack.
 CASES = [
-    pytest.param(name, stack, seed, marks=pytest.mark.slow if stack == "jax" or seed else ())
-    for name, stack, seed in pairwise(MUTANTS, BACKENDS, range(3), never=NEVER)
+    *((name, "torch") for name in MUTANTS),
+    *(
+        pytest.param(name, "jax", marks=pytest.mark.slow)
+        for name in MUTANTS
+        if name not in ONLY_TORCH
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "stack", "seed"), CASES)
-def test_every_mutant_is_killed(name, stack, seed, monkeypatch):
+@pytest.mark.parametrize(("name", "stack"), CASES)
+def test_every_mutant_is_killed(name, stack, monkeypatch):
     """Those of clipping without the spot checks of the engine."""
     plant, check = MUTANTS[name]
     if check == "sensitivity":
         monkeypatch.setattr(exactness, "RATE", 0.0)
     step = plant(stack, monkeypatch)
     try:
-        report = check_private_step(step, checks=[check], seed=seed)
+        report = check_private_step(step, checks=[check], seed=0)
     except (AccountingError, ExactnessError):  # the ledger refuses a skipped step, a check a sum
         assert check != "sensitivity"
     else:
@@ -245,10 +214,9 @@ def test_every_mutant_is_killed(name, stack, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("stack", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *SLOW])
-def test_the_correct_implementation_passes(stack, seed):
-    """All checks together; 50 seeds by `python -m benchmarks.trust`."""
-    report = check_private_step(STEPS[stack](), seed=seed)
+def test_the_correct_implementation_passes(stack):
+    """All checks together."""
+    report = check_private_step(STEPS[stack](), seed=0)
     assert report.passed, report
     assert all(check.passed for check in report.checks)
 
@@ -258,18 +226,14 @@ def test_the_correct_implementation_passes(stack, seed):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"noise": "portable"},
+        {"noise": "portable", "physical_batch_size": 7},
         {"noise": "secure", "seed": None},
-        {"physical_batch_size": 7},
         {"sampler": "fixed_size", "neighboring_relation": "replace"},
         {"sampler": "balls_in_bins"},
         {"sampler": "shuffle"},
-        {"sampler": "fixed_order"},
-        {"sampler": "cyclic_poisson", "min_separation": 5},
         FIXED,
         CYCLIC,
         {"sampler": "fixed_order", "correlation": correlated.blt(decays=(0.8,), scales=(0.4,))},
-        {"sampler": "fixed_order", "correlation": BAND, "noise": "portable"},
     ],
     ids=str,
 )
@@ -278,20 +242,3 @@ def test_other_noise_and_samplers_pass_too(stack, changes):
     step = STEPS[stack](**changes)
     report = check_private_step(step, checks=["sensitivity", "run"], seed=seed)
     assert report.passed, report
-
-
-@pytest.mark.parametrize("stack", BACKENDS)
-def test_clipping_by_layer_is_refused_by_the_canaries(stack):
-    with pytest.raises(ValueError, match="clipping='per_layer' gives the canaries a part"):
-        STEPS[stack](clipping="per_layer")
-
-
-@pytest.mark.parametrize("stack", BACKENDS)
-def test_plans_of_users_are_audited_by_one_row_each(stack):
-    """Refused with the plan to take, which is accepted and has the same claims."""
-    with pytest.raises(ValueError, match="unit='user' draws users, but each canary is one row"):
-        STEPS[stack](unit="user", rows_per_unit=3)
-    users = dataclasses.replace(STEPS[stack]().plan, unit="user", rows_per_unit=3)
-    rows = dataclasses.replace(users, unit="example", rows_per_unit=None)
-    assert claims_of(rows) == STEPS[stack]().claims
-    assert rows.sample_rate == users.sample_rate

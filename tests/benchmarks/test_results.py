@@ -78,6 +78,7 @@ def test_a_row_of_its_own_process(monkeypatch):
     assert commands.in_own_process(row, []).error == "not measured: more than 900 s"
 
 
+@pytest.mark.slow
 def test_accounting_rows_have_the_answers_of_dualdp():
     import dualdp
 

@@ -87,10 +87,6 @@ def _groupnorm(options: dict[str, Any]) -> Shapes:
     return {"weight": (options["channels"],), "bias": (options["channels"],)}
 
 
-def _nothing(_: dict[str, Any]) -> Shapes:
-    return {}
-
-
 #: kind -> options -> {parameter: shape}. Options and their defaults are torch.nn's:
 #: linear(in, out, bias)   conv1d/conv2d(in, out, kernel, stride, padding, dilation, groups, bias,
 #: padding_mode)   embedding(num, dim, padding_idx)   layernorm(shape, bias)
@@ -103,12 +99,6 @@ SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "embedding": _embedding,
     "layernorm": _layernorm,
     "groupnorm": _groupnorm,
-    "tanh": _nothing,
-    "gelu": _nothing,
-    "relu": _nothing,
-    "flatten": _nothing,
-    "mean": _nothing,
-    "avgpool2d": _nothing,
 }
 
 #: Models that are no sequence: the shapes of their parameters, in torch's order. For ONE example x,
@@ -152,12 +142,13 @@ SPECIALS: dict[str, Shapes] = {
 
 
 def shapes(case: Case) -> Shapes:
-    """{parameter name: shape}, in torch's order."""
+    """{parameter name: shape}, in torch's order; kinds that `SHAPES` has not have none."""
     if case.special is not None:
         return SPECIALS[case.special]
     return {
         f"{position}.{name}": shape
         for position, (kind, options) in enumerate(case.layers)
+        if kind in SHAPES
         for name, shape in SHAPES[kind](options).items()
     }
 
@@ -169,11 +160,6 @@ def parameters(case: Case) -> dict[str, np.ndarray]:
         name: (rng.normal(size=shape) * 0.5 + 0.05).astype(case.dtype)
         for name, shape in shapes(case).items()
     }
-
-
-def trainable(case: Case) -> list[str]:
-    """The names of the parameters that are trained."""
-    return [name for name in shapes(case) if name not in case.frozen]
 
 
 def inputs(case: Case) -> np.ndarray:
@@ -319,9 +305,6 @@ _VARIANTS = (
     _MLP.but(frozen=("0.weight", "0.bias")),
     _CNN.but(frozen=("0.weight",)),
     _TOKENS.but(frozen=("0.weight",)),
-    *(case.but(n=n) for case in (_MLP, _CNN, _TOKENS) for n in (0, 1, 6)),
-    *(case.but(dtype="float64") for case in (_MLP, _CNN, _TOKENS, *_SPECIAL)),
-    *(case.but(seed=7) for case in (_MLP, _CNN, _TOKENS)),
 )
 
 #: Every case of the shared grid; names are unique.

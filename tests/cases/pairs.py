@@ -137,14 +137,6 @@ def _norms() -> list[Pair]:
             jax_call=CHANNELS,
         ),
         Pair(
-            "instance_norm",
-            lambda: nn.InstanceNorm2d(6, affine=True),
-            (3, 6, 4, 5),
-            lambda **k: linen.InstanceNorm(epsilon=1e-5, **k),
-            lambda **k: nnx.InstanceNorm(6, epsilon=1e-5, **k),
-            jax_call=CHANNELS,
-        ),
-        Pair(
             "rms_norm",
             lambda: nn.RMSNorm(5, eps=1e-6),
             (3, 4, 5),

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: a run of several ranks of which one may kill itself, and which goes on from a file."""
+"""Worker: runs of which one rank may kill itself; one goes on from a file, one is sharded."""
 
-import datetime
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -18,46 +15,39 @@ import dualdp_torch as dpt
 from dualdp import checkpoint
 from dualdp.ledger.ledger import Ledger
 from dualdp_torch.noise.noise import NoiseSource
+from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.parallel.process_group import Group
 from tests.kill import notes
 from tests.kill.train_torch import EVERY, data
 
-#: Where a rank can die; a name that ends in "ed" is after the call.
+from . import models
+
+#: Where a rank can die: before the call, or after that of a name that ends in "ed".
 PLACES = {
-    **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
-    **dict.fromkeys(("reduce", "reduced"), (Group, "summed")),
-    **dict.fromkeys(("noise", "noised"), (NoiseSource, "noisy_mean")),
-    **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
+    "record": (Ledger, "record"),
+    "reduce": (Group, "summed"),
+    "shard": (Shards, "reduce"),
+    "noised": (NoiseSource, "noisy_mean"),
+    "write": (checkpoint.os, "replace"),
 }
 
 
-def die_at(folder, place, left):
-    """Make this process kill itself where it passes a place for the `left`-th time, from 0."""
+def die_at(rank, place, left):
+    """Make this rank kill itself where it passes a place for the `left`-th time, from 0."""
     owner, name = PLACES[place]
     real, count = getattr(owner, name), [left]
-
-    def die():
-        Path(folder, "died").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def passed(*args, **options):
         count[0] -= 1
         if count[0] < 0 and not place.endswith("ed"):
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         found = real(*args, **options)
         if count[0] < 0:
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(owner, name, passed)
-
-
-def build(dropout=0.2):
-    """Model, optimizer, loader: the same on every rank."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, optimizer, DataLoader(data(), batch_size=16)
+    if dist.get_rank() == rank:
+        setattr(owner, name, passed)
 
 
 def train(folder, die=None, dropout=0.2, stop=None):
@@ -66,60 +56,52 @@ def train(folder, die=None, dropout=0.2, stop=None):
     Returns:
         Parameters, what epsilon was at each turn, and what stopped the run, if something did.
     """
-    several = dist.is_initialized()
-    rank = dist.get_rank() if several else 0
-    if die is not None and die[0] == rank:
-        die_at(folder, *die[1:])
-    path, loader = Path(folder, "run.safetensors"), None
-    model, optimizer, loader = build(dropout)
-    torch.manual_seed(100 + rank)
-    module = DistributedDataParallel(model) if several else model
-    said = {}
+    if die is not None:
+        die_at(*die)
+    path, said = Path(folder, "run.safetensors"), {}
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+    parts = {
+        "model": DistributedDataParallel(model),
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.01),
+    }
+    torch.manual_seed(100 + dist.get_rank())
+    loader = DataLoader(data(), batch_size=16)
     try:
         if path.exists():
-            engine = dpt.load_checkpoint(path, model=module, optimizer=optimizer)
+            engine = dpt.load_checkpoint(path, **parts)
             said["resumed"] = engine.ledger.position, engine.get_epsilon()
-            module, optimizer, loader = engine.resume(data_loader=loader)
+            *_, loader = engine.resume(data_loader=loader)
         else:
             engine = dpt.PrivacyEngine()
-            module, optimizer, loader = engine.make_private(
+            module, optimizer = parts.values()
+            *_, loader = engine.make_private(
                 module=module, optimizer=optimizer, data_loader=loader, plan=notes.plan(folder)
             )
-            dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
+            dpt.save_checkpoint(path, engine=engine, **parts)
         notes.watch_noise(str(folder), "dualdp_torch.training.step")
-        for x, y in loader.remaining():
-            optimizer.zero_grad()
-            F.cross_entropy(module(x), y).backward()
-            optimizer.step()
+        for batch in loader.remaining():
+            models.step(*parts.values(), batch)
             if engine.is_between_steps and engine.ledger.position % EVERY == 0:
-                dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
+                dpt.save_checkpoint(path, engine=engine, **parts)
             if engine.is_between_steps and engine.ledger.position == stop:
                 break
     except RuntimeError as error:
-        late = time.time() - float(Path(folder, "died").read_text())
-        return {**said, "stopped": str(error), "late": late}
-    return {
-        **said,
-        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "epsilon": engine.get_epsilon(),
-        "ledger": engine.ledger.to_json(),
-        "releases": len(engine.ledger),
-    }
+        return {**said, "stopped": str(error)}
+    ended = {"epsilon": engine.get_epsilon(), "releases": len(engine.ledger)}
+    return said | ended | {"parameters": models.parameters(model)}
 
 
-PATIENCE = 2.0  # seconds that `hangs` waits
-
-
-def hangs(folder):
-    """Rank 1 does not come to a collective; what rank 0 says to it, and when."""
-    limit = datetime.timedelta(seconds=PATIENCE)
-    group = Group(dist.new_group(timeout=limit))
-    start, said = time.monotonic(), "nothing"
-    if group.is_first:
-        try:
-            group.gather("a test", None)
-        except RuntimeError as error:
-            said = str(error)
-    waited = time.monotonic() - start
-    dist.barrier()
-    return said, waited
+def train_sharded(folder, die):
+    """Steps of a sharded model until another process is lost."""
+    die_at(*die)
+    ledger = str(folder / "run.ledger") if dist.get_rank() == 0 else None
+    model, rows = models.build()
+    engine, model, optimizer, loader = models.begin(models.shard(model), rows, ledger=ledger)
+    notes.watch_noise(str(folder), "dualdp_torch.training.step")
+    try:
+        for batch in loader:
+            models.step(model, optimizer, batch)
+    except RuntimeError as error:
+        engine.ledger.close()
+        return {"stopped": str(error)}

@@ -20,7 +20,7 @@ from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.training import arguments
 from dualdp_torch.training.loader import PlannedLoader
 
-from . import sharded_models as models
+from . import models
 
 STEPS = 6
 

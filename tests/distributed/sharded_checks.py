@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asserted inside of sharded runs, by every process."""
+"""What two processes assert inside of sharded runs."""
 
 import contextlib
 import copy
@@ -19,19 +19,35 @@ from torch.utils.checkpoint import checkpoint
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.parallel import fsdp
-from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.random_state import Start
 
-from . import sharded_models as models
+from . import models
+
+BOTH = ("flat", "per_layer")
+CHECKS = {}
 
 
-def began(kind="mlp", mode="auto", dtype=torch.float32, options=None, model=None, **changes):
-    """A sharded run that has begun: engine, model, optimizer, iterator."""
-    built, data = models.build(kind, dtype)
-    model = model or models.shard(built, **(options or {}))
-    engine, model, optimizer, loader = models.begin(model, data, models.plan(**changes), mode)
-    return engine, model, optimizer, iter(loader)
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def refused(kind, match):
+    return pytest.raises(kind, match=match)
+
+
+@contextlib.contextmanager
+def began(model=None, mode="auto", optimizer=None, **changes):
+    """Engine, model, optimizer and batches of a sharded run."""
+    model, data = model or models.shard(models.build()[0]), models.build()[1]
+    data.tensors = data.tensors[0].to(next(model.parameters()).dtype), data.tensors[1]
+    engine, model, optimizer, loader = models.begin(
+        model, data, models.plan(**changes), mode, optimizer
+    )
+    try:
+        yield engine, model, optimizer, iter(loader)
+    finally:
+        engine.detach()
 
 
 def whole(tensors):
@@ -44,123 +60,158 @@ def whole(tensors):
     return found
 
 
+def losses(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 # ---------------------------------------------------------------------- noise and gradients
 
 
-def gradient_is_the_noisy_mean_of_one_device():
+@check
+def gradient_is_the_noisy_mean_of_one_device(patch, folder):
     """Bit for bit: the joined gradient is what one device makes of the joined sums."""
     for noise in ("fast", "portable"):
-        engine, model, optimizer, batches = began(noise=noise)
-        models.step(model, optimizer, next(batches))
-        sums = whole(engine.stages().unprotected_sum)
-        expected = dpt.noisy_mean(sums, engine.plan, 0)
-        for name, p in model.named_parameters():
-            assert isinstance(p.grad, DTensor)
-            assert p.grad.placements == p.placements
-            assert torch.equal(p.grad.full_tensor(), expected[name]), name
-        optimizer.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-        engine.detach()
-
-
-def the_ledger_says_what_is_not_checked():
-    """The record of all processes holds it once."""
-    engine, model, optimizer, batches = began()
-    for _ in range(2):
-        models.step(model, optimizer, next(batches))
-    assert engine.ledger.to_json().count("check_impossible") == 1
-    assert "fully_shard" in engine.ledger.to_json()
-    engine.detach()
-
-
-def a_buffer_that_is_written_later_is_refused():
-    """It would carry examples, raw, into the state_dict; whichever way the sums are formed."""
-    for clipping in ("flat", "per_layer"):
-        writes, (built, _) = [], models.build("mlp", torch.float32)
-        built.register_buffer("seen", torch.zeros(()))
-
-        def write(module, args, writes=writes):
-            if writes:
-                module.seen.add_(args[0].mean())
-
-        built.register_forward_pre_hook(write)
-        engine, model, optimizer, batches = began(model=models.shard(built), clipping=clipping)
-        models.step(model, optimizer, next(batches))
-        writes.append(True)
-        with pytest.raises(UnsupportedLayerError, match="buffers .'seen'. of a model under fully_"):
+        with began(noise=noise) as (engine, model, optimizer, batches):
             models.step(model, optimizer, next(batches))
-        engine.detach()
+            expected = dpt.noisy_mean(whole(engine.stages().unprotected_sum), engine.plan, 0)
+            for name, p in model.named_parameters():
+                assert isinstance(p.grad, DTensor)
+                assert p.grad.placements == p.placements
+                assert torch.equal(p.grad.full_tensor(), expected[name]), name
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
 
 
-def gradients_are_there_after_the_last_physical_batch_only():
-    engine, model, optimizer, batches = began(physical_batch_size=2)
-    seen = []
-    for batch in batches:
-        models.step(model, optimizer, batch)
-        assert {p.grad is None for p in model.parameters()} == {not engine.is_between_steps}
-        seen.append(engine.is_between_steps)
-        if engine.ledger.position == 3:
-            break
-    assert not all(seen)
-    engine.detach()
-
-
-def planted_faults_are_seen(patch):
-    """Noise at another place, and a sum of one process only, change what a step gives."""
-    found = []
-    for fault in (None, "place", "sum"):
-        with patch.context() as planted:
-            if fault == "sum":
-                planted.setattr(fsdp, "_reduce_scatter", _own_part)
-            engine, model, optimizer, batches = began(dtype=torch.float64)
-            if fault == "place":
-                shards = engine._step.recorder.shards
-                moved = {n: piece._replace(start=0) for n, piece in shards.pieces.items()}
-                planted.setattr(shards, "pieces", moved)
+@check
+def gradients_are_there_after_the_last_physical_batch_only(patch, folder):
+    """And the ledger says once what is not checked."""
+    with began(physical_batch_size=2) as (engine, model, optimizer, batches):
+        seen = []
+        while engine.ledger.position < 3:
             models.step(model, optimizer, next(batches))
-            found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-            engine.detach()
-    right, *wrong = found
-    for grads in wrong:
-        assert max(float((grads[name] - right[name]).abs().max()) for name in right) > 1e-3
+            seen.append(engine.is_between_steps)
+            assert {p.grad is None for p in model.parameters()} == {not seen[-1]}
+        assert not all(seen)
+        assert engine.ledger.to_json().count("check_impossible") == 1
+        assert "fully_shard" in engine.ledger.to_json()
 
 
-def _own_part(piece, total, group):
-    """Not a sum over processes."""
-    piece.copy_(total.chunk(dist.get_world_size())[dist.get_rank()])
-
-
-def low_precision_stays_inside_the_model():
-    """bfloat16 in forward; norms, sums and noise in float32, those of a bfloat16 model."""
+@check
+def low_precision_stays_inside_the_model(patch, folder):
+    """bfloat16 in forward; norms, sums and noise in float32, norms those of a bfloat16 model."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for mode in ("auto", "two_pass"):
-        engine, model, optimizer, batches = began(mode=mode, options={"mp_policy": policy})
-        batch = next(batches)
-        models.step(model, optimizer, batch)
-        stages = engine.stages()
-        assert stages.unprotected_norms.dtype == torch.float32
-        assert {s.dtype for s in stages.unprotected_sum.values()} == {torch.float32}
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-        expected = dpt.noisy_mean(whole(stages.unprotected_sum), engine.plan, 0)
-        for name, p in model.named_parameters():
-            assert torch.equal(p.grad.full_tensor(), expected[name])
-        low = models.build("mlp")[0].to(torch.bfloat16)
-        theirs = dpt.clipped_grad_sum(
-            lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"),
-            low,
-            batch[0].to(torch.bfloat16),
-            batch[1],
-            max_grad_norm=0.5,
-        )
-        torch.testing.assert_close(
-            stages.unprotected_norms, theirs.norms.float(), rtol=0.02, atol=1e-3
-        )
-        total = {n: p.float() for n, p in theirs.grads.items()}
-        for name, grad in total.items():
-            dist.all_reduce(grad)
-            ours = whole(stages.unprotected_sum)[name]
-            torch.testing.assert_close(ours, grad, rtol=0.05, atol=0.02)
-        engine.detach()
+        model = models.shard(models.build()[0], mp_policy=policy)
+        with began(model, mode) as (engine, model, optimizer, batches):
+            x, y = next(batches)
+            models.step(model, optimizer, (x, y))
+            stages = engine.stages()
+            assert stages.unprotected_norms.dtype == torch.float32
+            assert {s.dtype for s in stages.unprotected_sum.values()} == {torch.float32}
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+            low = models.build(dtype=torch.bfloat16)[0]
+            found = dpt.clipped_grad_sum(losses, low, x.bfloat16(), y, max_grad_norm=0.5)
+            close = {"rtol": 0.02, "atol": 1e-3}
+            torch.testing.assert_close(stages.unprotected_norms, found.norms.float(), **close)
+            sums = whole(stages.unprotected_sum)
+            for name, grad in found.grads.items():
+                dist.all_reduce(total := grad.float())
+                torch.testing.assert_close(sums[name], total, rtol=0.05, atol=0.02)
+
+
+class Heads(nn.Module):
+    """Two heads, of which each process' loss uses another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x):
+        return [head(x) for head in self.heads]
+
+
+@check
+def layers_that_one_process_uses_are_added_up(patch, folder):
+    """Its examples contribute what they do on one device, the others' nothing."""
+    plain, own = Heads(), dist.get_rank()
+    mine = lambda model, x, y: F.cross_entropy(model(x)[own], y, reduction="none")  # noqa: E731
+    for clipping in BOTH:
+        changes = {"clipping": clipping, "sampler": "shuffle"}  # without padding
+        with began(fully_shard(copy.deepcopy(plain)), **changes) as run:
+            engine, model, optimizer, batches = run
+            batch, options = next(batches), {"max_grad_norm": 0.5, "clipping": clipping}
+            expected = dpt.clipped_grad_sum(mine, plain, *batch, **options).grads
+            mine(model, *batch).mean().backward()
+            optimizer.step()
+            sums = whole(engine.stages().unprotected_sum)
+            for name, total in expected.items():
+                dist.all_reduce(total)
+                assert total.norm() > 0.01
+                torch.testing.assert_close(sums[name], total)
+
+
+@check
+def adam_bc_of_shards_is_that_of_one_device(patch, folder):
+    """The same steps, of moments that lie in pieces."""
+    ends = []
+    for shard in (lambda model: model, models.shard):
+        model = shard(models.build(dtype=torch.float64)[0])
+        optimizer = dpt.AdamBC(model.parameters(), lr=0.05)
+        with began(model, optimizer=optimizer) as (_, model, optimizer, batches):
+            for _ in range(4):
+                models.step(model, optimizer, next(batches))
+            ends.append(models.parameters(model))
+    assert models.distance(*ends) < 1e-10
+
+
+@check
+def dropout_of_both_passes_is_the_same(patch, folder):
+    """Book-keeping, which has one pass, gives the same sums; other draws are refused."""
+
+    def sums(mode):
+        model = models.build(dtype=torch.float64)[0]
+        model[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))
+        with began(models.shard(model), mode) as (engine, model, optimizer, batches):
+            torch.manual_seed(dist.get_rank())
+            models.step(model, optimizer, next(batches))
+            return engine.stages().unprotected_sum
+
+    first, second = sums("book_keeping"), sums("two_pass")
+    for name, total in first.items():
+        torch.testing.assert_close(second[name], total, rtol=1e-10, atol=1e-12)
+    patch.setattr(Start, "replayed", lambda start, model: contextlib.nullcontext())
+    with refused(UnsupportedLayerError, "gives other outputs than the first"):
+        sums("two_pass")
+
+
+@check
+def evaluation_between_steps_changes_nothing(patch, folder):
+    ended = []
+    for looks in (False, True):
+        model = models.shard(models.build()[0], reshard_after_forward=False)
+        with began(model) as (_, model, optimizer, batches):
+            for _ in range(3):
+                models.step(model, optimizer, batch := next(batches))
+                if looks:
+                    model.eval()
+                    with torch.no_grad():
+                        model(batch[0])
+                    model.train()
+            ended.append(models.parameters(model))
+    assert models.distance(*ended) == 0
+
+
+@check
+def frozen_parameters_stay_under_secure_noise(patch, folder):
+    model = models.build()[0]
+    model[0].requires_grad_(False)
+    before = models.parameters(model)
+    with began(models.shard(model), noise="secure", seed=None) as (_, model, optimizer, batches):
+        models.step(model, optimizer, next(batches))
+        assert model[0].weight.grad is None
+        for name, value in models.parameters(model).items():
+            assert torch.equal(value, before[name]) == name.startswith("0."), name
 
 
 # ---------------------------------------------------------------------- memory
@@ -169,105 +220,96 @@ def low_precision_stays_inside_the_model():
 class Alive(TorchDispatchMode):
     """Which whole gradients of weights are alive at once, whatever makes them."""
 
-    def __init__(self, shapes, ignored):
+    def __init__(self, parameters):
         super().__init__()
-        self._shapes, self._ignored = set(shapes), ignored
-        self._seen = []
+        self._parameters, self._seen = parameters, []
+        self.whole = {tuple(p.shape) for p in parameters}
         self.most, self.shapes = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        ignored = {p.untyped_storage().data_ptr() for p in self._parameters}
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if type(tensor) is torch.Tensor and tuple(tensor.shape) in self._shapes:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._ignored():
+            if type(tensor) is torch.Tensor and tuple(tensor.shape) in self.whole:
+                if tensor.untyped_storage().data_ptr() not in ignored:
                     self._seen.append(weakref.ref(tensor))
-        self._seen = [ref for ref in self._seen if ref() is not None]
-        alive = {tuple(ref().shape) for ref in self._seen}
-        self.shapes |= alive
-        self.most = max(self.most, len(alive))
+        alive = {tuple(tensor.shape) for ref in self._seen if (tensor := ref()) is not None}
+        self.most, self.shapes = max(self.most, len(alive)), self.shapes | alive
         return out
 
 
-def _alive(clipping, mode="auto"):
-    """The most whole gradients of weights that are alive at once in backward and step."""
-    engine, model, optimizer, batches = began(mode=mode, clipping=clipping)
-    for _ in range(2):
-        x, y = next(batches)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        plain = engine._step.recorder.shards.plain.values()
-        shapes = [tuple(p.shape) for p in plain if p.dim() == 2]
-        mode = Alive(shapes, lambda: {p.untyped_storage().data_ptr() for p in plain})  # noqa: B023
-        with mode:
-            loss.backward()
-            in_backward = set(mode.shapes)
-            optimizer.step()
-        assert mode.shapes == set(shapes)  # it sees them
-        assert in_backward != set(shapes)  # gradients are formed in the step
-    engine.detach()
-    return mode.most
-
-
-def one_whole_gradient_is_alive_at_a_time(patch):
-    assert _alive("flat") == 1
-    assert _alive("per_layer") == 1
-    sums = Captured.sums
-    with patch.context() as planted:
-        planted.setattr(
-            Captured,
-            "sums",
-            lambda self, factors, rows, reduce: {
-                name: reduce(name, total) for name, total in sums(self, factors, rows).items()
-            },
-        )
-        assert _alive("flat") == 3
+@check
+def one_whole_gradient_is_alive_at_a_time(patch, folder):
+    for clipping in BOTH:
+        with began(clipping=clipping) as (engine, model, optimizer, batches):
+            x, y = next(batches)
+            loss = F.cross_entropy(model(x), y)
+            plain = engine._step.recorder.shards.plain.values()
+            with Alive([p for p in plain if p.dim() == 2]) as alive:
+                loss.backward()
+                assert alive.shapes != alive.whole  # gradients are formed in the step
+                optimizer.step()
+            assert (alive.most, alive.shapes) == (1, alive.whole)
 
 
 # ---------------------------------------------------------------------- guards
 
 
-def refused(kind, match):
-    return pytest.raises(kind, match=match)
+@check
+def a_buffer_that_is_written_later_is_refused(patch, folder):
+    """It would carry examples, raw, into the state_dict; whichever way the sums are formed."""
+    for clipping in BOTH:
+        writes, model = [], models.build()[0]
+        model.register_buffer("seen", torch.zeros(()))
+
+        def write(module, args, writes=writes):
+            if writes:
+                module.seen.add_(args[0].mean())
+
+        model.register_forward_pre_hook(write)
+        with began(models.shard(model), clipping=clipping) as (_, model, optimizer, batches):
+            models.step(model, optimizer, next(batches))
+            writes.append(True)
+            with refused(UnsupportedLayerError, "buffers .'seen'. of a model under fully_"):
+                models.step(model, optimizer, next(batches))
 
 
-def guards_of_the_recorder_are_on():
-    engine, model, optimizer, batches = began()
-    x, y = next(batches)
-    out = model(x)
-    with refused(RuntimeError, "called twice for one batch"):
-        model(x)
-    loss = F.cross_entropy(out, y)
-    loss.backward(retain_graph=True)
-    with refused(RuntimeError, "backward ran twice"):
-        loss.backward()
-    engine.detach()
+def twice(model, optimizer, x, y):
+    model(x)
+    model(x)
 
-    engine, model, optimizer, batches = began()
-    x, y = next(batches)
-    loss = F.cross_entropy(model(x), y) + model[0].weight.full_tensor().square().sum()
-    with refused((RuntimeError, ValueError), "outside the recorded forward|joins|no mean"):
-        loss.backward()
-    engine.detach()
 
-    engine, model, optimizer, batches = began()
-    with refused(RuntimeError, "without a batch of the loader"):
-        F.cross_entropy(model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
-    engine.detach()
+def outside(model, optimizer, x, y):
+    (F.cross_entropy(model(x), y) + model[0].weight.full_tensor().square().sum()).backward()
 
-    engine, model, optimizer, batches = began()
-    x, y = next(batches)
+
+def frozen_now(model, optimizer, x, y):
     model[0].bias.requires_grad_(False)
-    with refused(RuntimeError, "were frozen, unfrozen or replaced"):
-        model(x)
-    engine.detach()
+    model(x)
 
-    engine, model, optimizer, batches = began()
-    x, y = next(batches)
-    with refused(ValueError, "loss_reduction='mean', but the loss is a sum"):
-        F.cross_entropy(model(x), y, reduction="sum").backward()
-        optimizer.step()
-    engine.detach()
+
+def a_sum(model, optimizer, x, y):
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    optimizer.step()
+
+
+GUARDS = {
+    "called twice for one batch": twice,
+    "outside the recorded forward|joins|no mean": outside,
+    "were frozen, unfrozen or replaced": frozen_now,
+    "loss_reduction='mean', but the loss is a sum": a_sum,
+}
+
+
+@check
+def guards_of_the_recorder_are_on(patch, folder):
+    for text, mistake in GUARDS.items():
+        with began() as (_, model, optimizer, batches):
+            batch = next(batches)
+            with refused((RuntimeError, ValueError), text):
+                mistake(model, optimizer, *batch)
+    with began() as (_, model, *_), refused(RuntimeError, "without a batch of the loader"):
+        F.cross_entropy(model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
 
 
 class Escaping(nn.Module):
@@ -290,75 +332,74 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
-class Experts(nn.Module):
+class Experts(Heads):
     """Two layers of which each process uses another one."""
 
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
-
     def forward(self, x):
-        return self.experts[dist.get_rank() % 2](x)
+        return self.heads[dist.get_rank()](x)
 
 
-class Heads(nn.Module):
-    """Two heads, of which each process' loss uses another one."""
+class Last(nn.Module):
+    """Picks each example's last word by its length, which is data."""
 
     def __init__(self):
         super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
 
     def forward(self, x):
-        return [head(x) for head in self.heads]
+        rows = torch.arange(len(x))
+        if len(x) > 1 and float(x[0, 0]) > 100:
+            rows = rows.roll(1)
+        return self.head(self.body(x)[rows].tanh())
 
 
-def other_ways_through_the_model_are_refused():
-    for mode, clipping in (("auto", "per_layer"), ("two_pass", "flat")):
-        model = fully_shard(Experts())
-        engine, model, optimizer, batches = began(mode=mode, model=model, clipping=clipping)
-        x, y = next(batches)
-        with refused(
-            ValueError, r"the model used.* is 'experts.0.bias' on rank 0 and .* on rank 1"
-        ):
-            model(x)
-        engine.detach()
+@check
+def models_that_cannot_be_captured_are_refused(patch, folder):
+    data = models.build()[1]
+    text = r"the model used.* is 'heads.0.bias' on rank 0 and .* on rank 1"
+    for model, options, kind, match in (
+        (Escaping(), {}, UnsupportedLayerError, "fully_shard"),
+        (Checkpointed(), {}, UnsupportedLayerError, "checkpoints activations"),
+        (Experts(), {"clipping": "per_layer"}, ValueError, text),
+        (Experts(), {"mode": "two_pass"}, ValueError, text),
+    ):
+        with began(fully_shard(model), **options) as (engine, model, _, batches):
+            with refused(kind, match):
+                model(next(batches)[0])
+            assert len(engine.ledger) == 0
+    model = models.build("tied")[0]
+    fully_shard(model.tokens)  # its weight is tied across groups
+    with refused((ValueError, RuntimeError), "(tokens|head).weight"):
+        engine, model, optimizer, loader = models.begin(fully_shard(model), data)
+        models.step(model, optimizer, next(iter(loader)))
 
 
-def layers_that_one_process_uses_are_added_up():
-    """Its examples contribute what they do on one device, the others' nothing."""
-    torch.manual_seed(7)
-    plain, own = Heads(), dist.get_rank() % 2
-
-    def losses(model, x, y):
-        return F.cross_entropy(model(x)[own], y, reduction="none")
-
-    for clipping in ("flat", "per_layer"):
-        model = fully_shard(copy.deepcopy(plain))
-        engine, model, optimizer, batches = began(model=model, clipping=clipping, sampler="shuffle")
-        x, y = next(batches)  # without padding
-        expected = dpt.clipped_grad_sum(
-            losses, plain, x, y, max_grad_norm=engine.plan.max_grad_norm, clipping=clipping
-        ).grads
-        losses(model, x, y).mean().backward()
-        optimizer.step()
-        sums = whole(engine.stages().unprotected_sum)
-        for name, total in expected.items():
-            dist.all_reduce(total)
-            assert total.norm() > 0.01
-            torch.testing.assert_close(sums[name], total)
-        engine.detach()
+@check
+def rows_that_data_move_are_looked_at_together(patch, folder):
+    """One process has one example, or a batch in which nothing can move; all look at theirs."""
+    with began(fully_shard(Last()), expected_batch_size=4) as (_, model, optimizer, batches):
+        for _ in range(4):
+            models.step(model, optimizer, next(batches))
+    with began(fully_shard(Last()), expected_batch_size=4) as (_, model, optimizer, batches):
+        rows = next(batches)[0]
+        rows[0, 0] = 1000.0
+        dist.all_reduce(most := torch.tensor(len(rows)), dist.ReduceOp.MAX)
+        assert most > 1
+        with refused(UnsupportedLayerError, "is another one alone than in the batch"):
+            model(rows)
 
 
-def what_cannot_be_done_is_refused():
-    data = models.build("mlp")[1]
+@check
+def what_cannot_be_done_is_refused(patch, folder):
+    data = models.build()[1]
     for mode in ("vmap", "functorch", "hooks", "materialize"):
         model = models.shard(models.mlp())
         before = len(model._forward_pre_hooks), len(model._forward_hooks)
         with refused(ValueError, "holds per-sample gradients of every layer at once"):
-            models.begin(model, data, models.plan(), mode)
+            models.begin(model, data, mode=mode)
         assert before == (len(model._forward_pre_hooks), len(model._forward_hooks))
-    size = dist.get_world_size()
-    half = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+    half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     for options, ignored, match in (
         ({"mesh": half}, [], "'0.weight' has the placements"),
         ({"mesh": half["b"]}, [], "over all processes"),
@@ -368,50 +409,26 @@ def what_cannot_be_done_is_refused():
         model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
         fully_shard(model, ignored_params={model.get_parameter(n) for n in ignored}, **options)
         with refused(TypeError, match):
-            models.begin(model, data, models.plan())
+            models.begin(model, data)
     with refused(TypeError, "make_private takes sharded ones"):
-        dpt.per_sample_norms(lambda m, x: m(x).sum(1), models.shard(models.mlp()), data[:3][0])
-    for model, match in (
-        (Escaping(), "fully_shard"),
-        (Checkpointed(), "checkpoints activations"),
-    ):
-        fully_shard(model)
-        engine, model, optimizer, loader = models.begin(model, data, models.plan())
-        with refused(UnsupportedLayerError, match):
-            model(next(iter(loader))[0])
-        assert len(engine.ledger) == 0
-        engine.detach()
+        dpt.per_sample_norms(losses, models.shard(models.mlp()), *data[:3])
 
 
-class Adapted(nn.Module):
-    """A base that may be frozen, and a small part beside it that is trained."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.adapter = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.base(x) + self.adapter(x)
-
-
-def cut(mesh, **frozen):
-    """A model whose base is tensor parallel on a mesh of one dimension."""
-    model = Adapted()
-    model.base.requires_grad_(not frozen.get("frozen", False))
-    plan = {"base.0": ColwiseParallel(), "base.2": RowwiseParallel()}
-    return parallelize_module(model, mesh, plan)
-
-
-def tensor_parallel_models_are_refused():
+@check
+def tensor_parallel_models_are_refused(patch, folder):
     """By calls that take one process, of a frozen base too, and below fully_shard."""
-    data, size = models.build("mlp")[1], dist.get_world_size()
-    mesh, x, y = init_device_mesh("cpu", (size,)), *data[:6]
-    losses = lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")  # noqa: E731
-    name = r"'base.0.weight'.*are DTensors.*tensor parallelism \(parallelize_module\) is not cov"
-    for frozen in (False, True):
-        model = cut(mesh, frozen=frozen)
+    data, x, y = models.build()[1], *models.build()[1][:6]
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+
+    def cut(is_frozen):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 3))
+        model[:3].requires_grad_(not is_frozen)
+        ways = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        return parallelize_module(model, mesh["tensor"], ways)
+
+    name = r"'0.weight'.*are DTensors.*tensor parallelism \(parallelize_module\) is not cov"
+    for is_frozen in (False, True):
+        model = cut(is_frozen)
         hooks = [len(module._forward_hooks) for module in model.modules()]
         with refused(TypeError, name):
             dpt.explain(losses, model, x, y)
@@ -420,153 +437,23 @@ def tensor_parallel_models_are_refused():
         with refused(TypeError, name), dpt.record_per_sample(model, loss_reduction="mean"):
             pass
         assert hooks == [len(module._forward_hooks) for module in model.modules()]
-    both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
-    for frozen in (False, True):
-        model = cut(both["tensor"], frozen=frozen)
-        fully_shard(model.base, mesh=both["data"])
-        match = r"'base.0.weight' has the placements .*\(parallelize_module\)"
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh["data"])
+        match = r"'0.weight' has the placements .*\(parallelize_module\)"
         with refused(TypeError, match):
-            models.begin(model, data, models.plan())
+            models.begin(model, data)
         with refused(TypeError, match):
             dpt.clipped_grad_sum(losses, model, x, y, max_grad_norm=1.0)
 
 
-def adam_bc_of_shards_is_that_of_one_device():
-    """The same steps, of moments that lie in pieces."""
-    ends = []
-    for shard in (lambda model: model, models.shard):
-        model, data = models.build("mlp", torch.float64)
-        shard(model)
-        optimizer = dpt.AdamBC(model.parameters(), lr=0.05)
-        engine, model, optimizer, loader = models.begin(
-            model, data, models.plan(), optimizer=optimizer
-        )
-        for _, batch in zip(range(4), loader, strict=False):
-            models.step(model, optimizer, batch)
-        engine.detach()
-        ends.append(models.parameters(model))
-    for name, value in ends[0].items():
-        torch.testing.assert_close(ends[1][name], value, rtol=1e-10, atol=1e-12)
-
-
-def a_weight_tied_across_groups_is_named():
-    model, data = models.build("tied")
-    fully_shard(model.tokens)
-    fully_shard(model)
-    with refused((ValueError, RuntimeError), "(tokens|head).weight"):
-        engine, model, optimizer, loader = models.begin(model, data, models.plan())
-        models.step(model, optimizer, next(iter(loader)))
-
-
-class Last(nn.Module):
-    """Picks each example's last word by its length, which is data."""
-
-    def __init__(self, shifts):
-        super().__init__()
-        self.body, self.head, self.shifts = nn.Linear(6, 5), nn.Linear(5, 3), shifts
-
-    def forward(self, x):
-        n = len(x)
-        rows = torch.arange(n)
-        if self.shifts and n > 1 and float(x[0, 0]) > 100:
-            rows = rows.roll(1)
-        return self.head(self.body(x)[rows].tanh())
-
-
-def rows_that_data_move_are_looked_at_together():
-    """One process has one example, or a batch in which nothing can move; all look at theirs."""
-    data = models.build("mlp")[1]
-    for shifts in (False, True):
-        torch.manual_seed(1)
-        model = Last(shifts)
-        fully_shard(model)
-        engine, model, optimizer, loader = models.begin(
-            model, data, models.plan(expected_batch_size=4)
-        )
-        batches = iter(loader)
-        if shifts:
-            rows, labels = next(batches)
-            rows[0, 0] = 1000.0
-            most = torch.tensor(len(rows))
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            if most > 1:
-                with refused(UnsupportedLayerError, "is another one alone than in the batch"):
-                    model(rows)
-        else:
-            for _ in range(4):
-                models.step(model, optimizer, next(batches))
-        engine.detach()
-
-
-def evaluation_between_steps_changes_nothing():
-    ended = []
-    for looks in (False, True):
-        engine, model, optimizer, batches = began(
-            kind="gpt", options={"reshard_after_forward": False}
-        )
-        for _, batch in zip(range(3), batches, strict=False):
-            models.step(model, optimizer, batch)
-            if looks:
-                model.eval()
-                with torch.no_grad():
-                    model(batch[0])
-                model.train()
-        engine.detach()
-        ended.append(models.parameters(model))
-    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
-
-
-def frozen_parameters_stay():
-    model = models.build("mlp")[0]
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    models.shard(model)
-    engine, model, optimizer, batches = began(model=model)
-    for _ in range(2):
-        models.step(model, optimizer, next(batches))
-    assert torch.equal(model[0].weight.full_tensor(), before)
-    assert model[0].weight.grad is None
-    assert model[2].weight.grad is not None
-    engine.detach()
-
-
-def dropout_of_both_passes_is_the_same(patch):
-    """Book-keeping, which has one pass, gives the same sums; other draws are refused."""
-
-    def sums(mode):
-        model = models.build("mlp", torch.float64)[0]
-        model[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))
-        models.shard(model)
-        engine, model, optimizer, batches = began(mode=mode, dtype=torch.float64, model=model)
-        torch.manual_seed(dist.get_rank())
-        models.step(model, optimizer, next(batches))
-        found = engine.stages().unprotected_sum
-        engine.detach()
-        return torch.cat([piece.flatten() for piece in found.values()])
-
-    once = sums("book_keeping")
-    torch.testing.assert_close(sums("two_pass"), once, rtol=1e-10, atol=1e-12)
-    patch.setattr(Start, "replayed", lambda start, model: contextlib.nullcontext())
-    with refused(UnsupportedLayerError, "gives other outputs than the first"):
-        sums("two_pass")
-
-
-def whole_models_are_gathered_or_refused():
+@check
+def whole_models_are_gathered_or_refused(patch, folder):
     model = models.shard(models.build("gpt")[0])
     for name, array in dpt.weights.to_numpy(model).items():
         assert (array == models.build("gpt")[0].get_parameter(name).detach().numpy()).all()
-    engine, model, optimizer, batches = began()
-    with refused(TypeError, "save_checkpoint came with a model under fully_shard"):
-        dpt.save_checkpoint("nowhere", model=model, optimizer=optimizer, engine=engine)
-    with refused(TypeError, "load_checkpoint came with .*Expected load_sharded_checkpoint"):
-        dpt.load_checkpoint("nowhere", model=model, optimizer=optimizer)
-    engine.detach()
-
-
-def secure_noise_trains():
-    engine, model, optimizer, batches = began(noise="secure", seed=None)
-    before = models.parameters(model)
-    models.step(model, optimizer, next(batches))
-    after = models.parameters(model)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-    engine.detach()
+    with began() as (engine, model, optimizer, batches):
+        parts = {"model": model, "optimizer": optimizer}
+        with refused(TypeError, "save_checkpoint came with a model under fully_shard"):
+            dpt.save_checkpoint("nowhere", engine=engine, **parts)
+        with refused(TypeError, "load_checkpoint came with .*Expected load_sharded_checkpoint"):
+            dpt.load_checkpoint("nowhere", **parts)

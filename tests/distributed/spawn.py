@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests import preload
 LIMIT = 30  # seconds that a collective may take
 
 
-def together(target, size, folder, *words, timeout=100, dies=None):
+def together(target, size, folder, *words, timeout=150, dies=None):
     """Call `target(folder, *words)` in so many processes of one gloo group.
 
     Args:
@@ -31,16 +32,14 @@ def together(target, size, folder, *words, timeout=100, dies=None):
         dies: rank that is expected to kill itself.
 
     Returns:
-        What `save` kept of each process, by rank; None for one that died.
+        What each process returned, by rank; None for one that died.
     """
     folder = Path(folder)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload.MODULES)
     store = folder / f"store{time.monotonic_ns()}"
     children = [
-        context.Process(
-            target=_work, args=(target, rank, size, str(store), str(folder), words), daemon=True
-        )
+        context.Process(target=_work, args=(target, rank, size, store, words), daemon=True)
         for rank in range(size)
     ]
     deadline = time.monotonic() + timeout
@@ -55,24 +54,26 @@ def together(target, size, folder, *words, timeout=100, dies=None):
             child.join()
     codes = [child.exitcode for child in children]
     expected = [-9 if rank == dies else 0 for rank in range(size)]
-    said = [Path(f"{store}-{rank}.txt") for rank in range(size)]
-    texts = "\n".join(f"--- rank {k}\n{p.read_text()[-3000:]}" for k, p in enumerate(said))
-    assert codes == expected, f"{target.__name__}{words} ended with {codes}:\n{texts}"
+    said = [Path(f"{store}-{rank}.txt").read_text()[-3000:] for rank in range(size)]
+    assert codes == expected, f"{target.__name__}{words} ended with {codes}:\n{said}"
     kept = [Path(f"{store}-{rank}.pt") for rank in range(size)]
     return [torch.load(p, weights_only=False) if p.exists() else None for p in kept]
 
 
-def passed(folder, module, *names):
-    """Run these checks of a module of this folder; their names."""
-    checks = importlib.import_module(f"tests.distributed.{module}")
-    for name in names:
-        check = getattr(checks, name)
-        with pytest.MonkeyPatch.context() as patch:
-            check(*[patch][: check.__code__.co_argcount])
-    return names
+def checks(folder, module):
+    """Name -> "passed", or how a check of a module's CHECKS failed, which ends the list."""
+    found = {}
+    for name, check in importlib.import_module(f"tests.distributed.{module}").CHECKS.items():
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                check(patch, folder)
+            found[name] = "passed"
+        except BaseException:  # noqa: BLE001 - `pytest.raises` fails by one that is no Exception
+            return found | {name: traceback.format_exc()}
+    return found
 
 
-def _work(target, rank, size, store, folder, words):
+def _work(target, rank, size, store, words):
     """One process: output goes to a file, what the target returns to another."""
     out = os.open(f"{store}-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(out, 1)
@@ -85,5 +86,5 @@ def _work(target, rank, size, store, folder, words):
         world_size=size,
         timeout=datetime.timedelta(seconds=LIMIT),
     )
-    torch.save(target(Path(folder), *words), f"{store}-{rank}.pt")
+    torch.save(target(store.parent, *words), f"{store}-{rank}.pt")
     dist.destroy_process_group()

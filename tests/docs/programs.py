@@ -23,10 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 #: Framework -> what its programs import; every optimizer of PyTorch imports `torch._dynamo`.
-AHEAD = {
-    "torch": ("dualdp.torch", "torch._dynamo"),
-    "jax": ("dualdp.jax", "optax"),
-}
+AHEAD = {"torch": ("dualdp.torch", "torch._dynamo"), "jax": ("dualdp.jax", "optax")}
 LIMIT = 300  # seconds of a program
 
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The migration pages: every name exists, here and, where it is installed, in the other library."""
+"""The migration pages: every name of ours exists; Opacus' examples change in five lines."""
 
 import ast
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
-import dualdp
 from benchmarks import opacus_examples
 from dualdp_torch.training import opacus_names
 
@@ -53,14 +51,6 @@ def test_every_name_here_exists(page):
             assert resolve(name) is not None
 
 
-def test_words_of_the_tables_are_accepted():
-    for word in ("pld", "rdp", "prv"):
-        assert dualdp.accountants.create(word) is not None
-    text = (DOCS / "from_opacus.md").read_text() + (DOCS / "from_jax_privacy.md").read_text()
-    for sampler in re.findall(r'sampler="(\w+)"', text):
-        assert sampler in dualdp.mechanisms.SAMPLERS
-
-
 @pytest.mark.parametrize(("name", "text"), opacus_examples.examples())
 def test_an_example_of_opacus_changes_at_most_five_lines(name, text):
     ours, theirs = opacus_examples.changed(text)
@@ -73,33 +63,3 @@ def test_an_example_of_opacus_changes_at_most_five_lines(name, text):
         imported = re.findall(r"^from (\w+)(?:\.\w+)* import ", program, re.MULTILINE)
         assert package in imported
         assert missing not in imported
-
-
-def public_names(package, folders):
-    """Names that exist somewhere in the public modules of a package."""
-    names = set()
-    for folder in folders:
-        module = importlib.import_module(f"{package}.{folder}" if folder else package)
-        names |= {name for name in dir(module) if not name.startswith("_")}
-        for item in pkgutil.iter_modules(getattr(module, "__path__", [])):
-            names.add(item.name)
-    return names
-
-
-def test_every_name_of_opacus_exists():
-    pytest.importorskip("opacus", reason="a peer, installed by `make bench` only")
-    folders = ("", "accountants", "accountants.utils", "grad_sample", "layers", "optimizers")
-    more = ("schedulers", "validators", "utils.batch_memory_manager", "utils.uniform_sampler")
-    more += ("utils.fast_gradient_clipping_utils",)
-    known = public_names("opacus", (*folders, *more, "data_loader", "distributed"))
-    for left, _, _ in rows("from_opacus.md"):
-        for name in NAME.findall(left):
-            if name.split(".")[0][0].isupper() or "register" in name:
-                assert name.split(".")[0] in known, name
-
-
-def test_every_name_of_jax_privacy_exists():
-    pytest.importorskip("jax_privacy", reason="a peer, installed by `make bench` only")
-    for left, _, _ in rows("from_jax_privacy.md"):
-        for name in NAME.findall(left):
-            assert resolve(f"jax_privacy.{name}") is not None

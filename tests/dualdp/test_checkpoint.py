@@ -2,6 +2,7 @@
 """Checkpoints: whole or refused by what is wrong with them, and without any secret."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -13,12 +14,18 @@ from dualdp.plan.accounting import Segment
 from dualdp.plan.schedules import AdaptiveNorm
 from tests.dualdp.ledger.test_ledger import release
 from tests.dualdp.plan.test_plan import make
+from tests.mistakes import refused
 
 ARRAYS = {
     "params/a": np.arange(6, dtype=np.float32).reshape(2, 3),
     "params/b": np.zeros((0, 4)),
     "optimizer/step": np.asarray(3, np.int64),
 }
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
 
 
 def save(path, ledger, **changes):
@@ -44,8 +51,7 @@ def opened(path, **options):
     return checkpoint.open_run(checkpoint.read(path)[1], path, **options)
 
 
-def test_what_is_written_is_read(tmp_path):
-    path = tmp_path / "run"
+def test_what_is_written_is_read(path):
     ledger = saved(path)
     arrays, document = checkpoint.read(path)
     assert set(arrays) == set(ARRAYS)
@@ -68,11 +74,10 @@ def test_what_is_written_is_read(tmp_path):
     again = opened(path)
     assert (again.position, again.plan, len(again.segments)) == (3, ledger.plan, 2)
     assert again.entries == ledger.entries
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "run.ledger"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["run", "run.ledger"]
 
 
-def test_what_came_after_the_checkpoint_is_known(tmp_path):
-    path = tmp_path / "run"
+def test_what_came_after_the_checkpoint_is_known(path):
     ledger = saved(path)
     for step in (3, 4):
         release(ledger, step)
@@ -80,62 +85,56 @@ def test_what_came_after_the_checkpoint_is_known(tmp_path):
     again = opened(path)
     assert again.segments == (Segment(0, 5), Segment(3, 3))
     again.close()
-    (tmp_path / "run.ledger").rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match="run.ledger does not exist. Expected the ledger"):
-        opened(path)
-    assert len(opened(path, ledger=tmp_path / "moved")) == 5
+    moved = (path.parent / "run.ledger").rename(path.parent / "moved")
+    words = "run.ledger does not exist. Expected the ledger"
+    refused(lambda: opened(path), FileNotFoundError, words)
+    assert len(opened(path, ledger=moved)) == 5
 
 
-def test_a_copied_checkpoint_goes_on_with_its_own_ledger(tmp_path):
-    saved(tmp_path / "run").close()
-    folder = tmp_path / "copy"
+def test_a_copied_checkpoint_goes_on_with_its_own_ledger(path):
+    saved(path).close()
+    folder = path.parent / "copy"
     folder.mkdir()
-    for name in ("run", "run.ledger"):
-        (folder / name).write_bytes((tmp_path / name).read_bytes())
-    runs = opened(tmp_path / "run"), opened(folder / "run")
+    copies = [shutil.copy(file, folder) for file in (path, f"{path}.ledger")]
+    runs = opened(path), opened(copies[0])
     for run in runs:
         release(run, 3)
     assert [len(run) for run in runs] == [4, 4]
     assert runs[0].path != runs[1].path
 
 
-def test_a_bound_and_a_recalibration_are_handed_on(tmp_path):
-    path = tmp_path / "run"
+def test_a_bound_and_a_recalibration_are_handed_on(path):
     ledger = saved(path, max_grad_norm=AdaptiveNorm(0.1))
     bound = ledger.max_grad_norm
     release(ledger, 3)
     ledger.close()
-    again = opened(path, recalibrate=True)
+    again = opened(path)
+    again.recalibrate()
     assert (again.max_grad_norm, again.position) == (bound, 3)
     assert again.segments[-1].noise_scale > 1
 
 
-def test_no_ledger_is_overwritten(tmp_path):
+def test_no_ledger_is_overwritten(path):
     """A notebook's cell that was run twice saves another run under the same name."""
-    path = tmp_path / "run"
     first, second = saved(path, 2), saved(path, 3)
-    assert (tmp_path / "run.ledger").read_text() == first.to_json()
+    assert (path.parent / "run.ledger").read_text() == first.to_json()
     assert second.path == f"{path}.ledger.2"
     second.close()
     assert opened(path).path == second.path
 
 
-def test_a_checkpoint_holds_a_position_and_a_hash_of_the_ledger(tmp_path):
+def test_a_checkpoint_holds_a_position_and_a_hash_of_the_ledger(path):
     """The text of 200,000 steps made a header that no reader of the format accepts."""
-    path, sizes = tmp_path / "run", []
-    for steps in (1, 300):
-        (tmp_path / str(steps)).mkdir()
-        saved(tmp_path / str(steps) / "run", steps, num_steps=1000).close()
-        sizes.append((tmp_path / str(steps) / "run").stat().st_size)
-    assert sizes[1] - sizes[0] < 20
-    saved(path).close()
-    saved(tmp_path / "other").close()
-    with pytest.raises(ValueError, match="other.ledger does not continue the ledger that was"):
-        opened(path, ledger=tmp_path / "other.ledger")
-    lines = (tmp_path / "run.ledger").read_text().splitlines(keepends=True)
-    (tmp_path / "run.ledger").write_text("".join(lines[:2]))
-    with pytest.raises(ValueError, match="run.ledger does not continue the ledger that was"):
-        opened(path)
+    other, foreign = path.parent / "other", "other.ledger does not continue the ledger that was"
+    saved(other, 300, num_steps=1000).close()
+    long = other.stat().st_size
+    saved(path, 1, num_steps=1000).close()
+    assert long - path.stat().st_size < 20
+    refused(lambda: opened(path, ledger=f"{other}.ledger"), ValueError, foreign)
+    ledger = path.parent / "run.ledger"
+    ledger.write_text(ledger.read_text().splitlines(keepends=True)[0])
+    words = "run.ledger does not continue the ledger that was"
+    refused(lambda: opened(path), ValueError, words)
 
 
 def test_the_ledger_is_found_beside_a_checkpoint_that_was_moved(tmp_path):
@@ -152,52 +151,44 @@ def test_the_ledger_is_found_beside_a_checkpoint_that_was_moved(tmp_path):
     assert moved["ledger"]["file"] == "../elsewhere.ledger"
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "run"
+def test_a_failed_save_leaves_the_old_checkpoint(path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "full")
+
     checkpoint.write(path, ARRAYS, {"number": 1})
     before = path.read_bytes()
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                checkpoint.os, name, lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-            )
+            patch.setattr(checkpoint.os, name, full)
             with pytest.raises(OSError, match="full"):
                 checkpoint.write(path, ARRAYS, {"number": 2})
         assert path.read_bytes() == before
-        assert [file.name for file in tmp_path.iterdir()] == ["run"]
+        assert [file.name for file in path.parent.iterdir()] == ["run"]
 
 
-def test_broken_files_are_refused_by_what_is_wrong(tmp_path):
-    path = tmp_path / "run"
-    with pytest.raises(FileNotFoundError, match="run does not exist"):
-        checkpoint.read(path)
+def test_broken_files_are_refused_by_what_is_wrong(path):
+    def unread(words, data=None, error=ValueError):
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(error, match=words):
+            checkpoint.read(path)
+
+    unread("run does not exist", error=FileNotFoundError)
     checkpoint.write(path, ARRAYS, {"number": 1})
     whole = path.read_bytes()
     for cut in (0, 5, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match="truncated or no safetensors file"):
-            checkpoint.read(path)
-    edited = bytearray(whole)
-    edited[-1] ^= 1
-    path.write_bytes(edited)
-    with pytest.raises(ValueError, match="changed after it was written: its SHA-256 differs"):
-        checkpoint.read(path)
-    path.write_bytes(whole.replace(b"number", b"numbre"))
-    with pytest.raises(ValueError, match="changed after it was written: its SHA-256 differs"):
-        checkpoint.read(path)
+        unread("truncated or no safetensors file", whole[:cut])
+    for edited in (whole[:-1] + bytes([whole[-1] ^ 1]), whole.replace(b"number", b"numbre")):
+        unread("changed after it was written: its SHA-256 differs", edited)
     save_file(ARRAYS, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="safetensors file of something else"):
-        checkpoint.read(path)
+    unread("is a checkpoint of format None, and this version of d")
     save_file({}, path, metadata={"dualdp_checkpoint": "2", "sha256": ""})
-    with pytest.raises(ValueError, match="is a checkpoint of format 2, and this version of dualdp"):
-        checkpoint.read(path)
+    unread("is a checkpoint of format 2, and this version of dualdp")
     for text in ("[]", "{", "[" * 100_000):  # with a hash that is true
         body = {"document": np.frombuffer(text.encode(), np.uint8)}
-        whole = checkpoint.digest(body)
-        save_file(body, path, metadata={"dualdp_checkpoint": "3", "sha256": whole})
-        with pytest.raises(ValueError, match="run says nothing of its run"):
-            checkpoint.read(path)
-    with pytest.raises(ValueError, match="run is a checkpoint of format 7"):
-        checkpoint.open_run({"dualdp_checkpoint": 7}, path)
-    with pytest.raises(ValueError, match="says nothing of its run"):
-        checkpoint.open_run({"dualdp_checkpoint": 3}, path)
+        told = {"dualdp_checkpoint": "3", "sha256": checkpoint.digest(body)}
+        save_file(body, path, metadata=told)
+        unread("run says nothing of its run")
+    for version, words in ((7, "run is a checkpoint of format 7"), (3, "says nothing of its run")):
+        document = {"dualdp_checkpoint": version}
+        refused(lambda: checkpoint.open_run(document, path), ValueError, words)  # noqa: B023

@@ -2,11 +2,11 @@
 """The log of a run: true numbers, and what is not private says so."""
 
 import numpy as np
-import pytest
 
 import dualdp
-from dualdp.log import RunLog, progress, read_log, statistics
+from dualdp.log import RunLog, read_log
 from tests.dualdp.plan.test_plan import make
+from tests.mistakes import refused
 
 
 def logged(path, steps=5, **columns):
@@ -27,14 +27,6 @@ def test_a_log_holds_steps_and_epsilon(tmp_path):
     assert columns["accuracy"] == [0, 0.1, 0.2, 0.3, 0.4]
 
 
-def test_columns_keep_their_place_in_any_order(tmp_path):
-    with RunLog(tmp_path / "run.csv", dualdp.Ledger(make())) as log:
-        log.write(accuracy=0.1, rate=5.0)
-        log.write(rate=6.0, accuracy=0.2)
-    columns = read_log(tmp_path / "run.csv")
-    assert (columns["accuracy"], columns["rate"]) == ([0.1, 0.2], [5.0, 6.0])
-
-
 def test_unprotected_columns_are_noted(tmp_path):
     ledger = logged(tmp_path / "run.csv", unprotected_loss=0.5, unprotected_norm=float("nan"))
     notes = [r["note"] for r in dualdp.Ledger.read(ledger.to_json()) if "note" in r]
@@ -50,39 +42,20 @@ def test_secure_runs_log_no_unprotected(tmp_path):
 
 
 def test_bad_rows_are_refused(tmp_path):
-    log = RunLog(tmp_path / "run.csv", dualdp.Ledger(make()))
-    with pytest.raises(ValueError, match=r"Columns \['step'\] came. Expected other names"):
-        log.write(step=1)
-    with pytest.raises(TypeError, match="accuracy='high' is a str"):
-        log.write(accuracy="high")
-    log.write(accuracy=1.0)
-    with pytest.raises(ValueError, match=r"\['loss'\] came after rows with \['accuracy'\]"):
-        log.write(loss=1.0)
+    path, ledger = tmp_path / "run.csv", dualdp.Ledger(make())
+    log = RunLog(path, ledger)
+    words = r"Columns \['step'\] came. Expected other names"
+    refused(lambda: log.write(step=1), ValueError, words)
+    refused(lambda: log.write(accuracy="high"), TypeError, "accuracy='high' is a str")
+    log.write(accuracy=1.0, rate=5.0)
+    words = r"\['loss'\] came after rows with \['accuracy', 'rate'\]"
+    refused(lambda: log.write(loss=1.0), ValueError, words)
+    log.write(rate=6.0, accuracy=0.2)  # columns keep their place
     log.close()
-    assert read_log(tmp_path / "run.csv")["accuracy"] == [1.0]
-    with pytest.raises(FileExistsError, match="run.csv exists. Expected a new path"):
-        RunLog(tmp_path / "run.csv", dualdp.Ledger(make()))
+    columns = read_log(path)
+    assert (columns["accuracy"], columns["rate"]) == ([1.0, 0.2], [5.0, 6.0])
+    words = "run.csv exists. Expected a new path"
+    refused(lambda: RunLog(path, ledger), FileExistsError, words)
     for text in ("", "a,b\n1,2\n", "step,epsilon\n", "step,epsilon\n1,x\n"):
-        (tmp_path / "bad.csv").write_text(text)
-        with pytest.raises(ValueError, match=r"bad.csv is no log of a run"):
-            read_log(tmp_path / "bad.csv")
-
-
-def test_statistics_of_a_step():
-    found = statistics([1.0, 3.0, np.nan, 0.5], max_grad_norm=1.0, sum_norm=6.0, noise_norm=3.0)
-    assert found["unprotected_clip_fraction"] == 0.5
-    assert np.isnan(found["unprotected_median_norm"])
-    assert found["unprotected_signal_to_noise"] == 2.0
-    empty = statistics([], max_grad_norm=1.0, sum_norm=0.0, noise_norm=0.0)
-    assert list(empty.values()) == [0.0, 0.0, float("inf")]
-
-
-def test_a_progress_bar_shows_epsilon(capsys):
-    ledger = dualdp.Ledger(make())
-    for step in progress(range(3), ledger):
-        ledger.record(step)
-    assert list(progress([1, 2], ledger, delta=1e-3)) == [1, 2]
-    shown = capsys.readouterr().out
-    assert f"epsilon of one example {ledger.get_epsilon():.3f}" in shown
-    assert f"epsilon of one example {ledger.get_epsilon(1e-3):.3f}" in shown
-    assert "2/2" in shown
+        path.write_text(text)
+        refused(lambda: read_log(path), ValueError, "run.csv is no log of a run")

@@ -32,14 +32,14 @@ def make_plan(**changes):
     return runs.make_plan(**given | {"max_grad_norm": lambda step: 0.5 + step / 10} | changes)
 
 
-def arguments(rate=0.1, **changes):
-    optimizer = optax.chain(optax.trace(0.9), optax.adam(optax.cosine_decay_schedule(rate, STEPS)))
+def arguments(**changes):
+    optimizer = optax.chain(optax.trace(0.9), optax.adam(optax.cosine_decay_schedule(0.1, STEPS)))
     defaults = {"loss_fn": loss_fn, "params": params(), "optimizer": optimizer, "needs_key": True}
     return {**defaults, "data": (X, Y), **changes}
 
 
-def start(plan=None, rate=0.1, **changes):
-    return runs.private(plan=plan or make_plan(), **arguments(rate, **changes))
+def start(plan=None, **changes):
+    return runs.private(plan=plan or make_plan(), **arguments(**changes))
 
 
 def loaded(path, ledger=None, **changes):

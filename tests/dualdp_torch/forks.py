@@ -14,9 +14,9 @@ def in_both(child, parent):
             os.write(there, pickle.dumps(child()))
         finally:
             os._exit(0)
+    os.close(there)  # so that a child that failed ends what is read
     mine = parent()
-    os.waitpid(process, 0)
     theirs = pickle.loads(os.read(here, 1 << 16))
-    for end in (here, there):
-        os.close(end)
+    os.waitpid(process, 0)
+    os.close(here)
     return theirs, mine

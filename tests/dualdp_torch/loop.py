@@ -98,7 +98,7 @@ def assert_by_hand(model, run, before=None, rtol=1e-4, atol=1e-5):
 
 def train_units(model, run, loss_of, lr=0.5):
     """Train by plain autograd: `loss_of(step, unit)` of each unit of a batch, clipped once."""
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for step in range(run.num_steps):
         total = {name: torch.zeros_like(p) for name, p in named.items()}
         for unit in run.batch_indices(step):

@@ -130,6 +130,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), PLACES)
 def test_a_fault_in_a_form_fails_five_cases(kind, form, monkeypatch):
     """Of those whose setting takes the form (known_failures 96)."""

@@ -8,7 +8,6 @@ is no error of shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,17 +45,6 @@ class Architecture(NamedTuple):
     inputs: Callable[[int, int], Tensor]
 
 
-class _Last(nn.Module):
-    """The last state of a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x)[0][:, -1])
-
-
 class _Attention(nn.Module):
     """One block of a transformer, and the mean over positions."""
 
@@ -68,17 +56,6 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.block(self.inner(x)).mean(1))
-
-
-class _Set(nn.Module):
-    """The same layer for every element, and their maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(3, 6), nn.Linear(6, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.inner(x)).amax(1))
 
 
 class _Reused(nn.Module):
@@ -96,42 +73,22 @@ def _rows(*shape: int) -> Callable[[int, int], Tensor]:
     return lambda n, seed: floats(n, *shape, seed=seed)
 
 
-def _sequence(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(layer() for layer in layers))
-
-
-_tanh, _flat = nn.Tanh, nn.Flatten
 ARCHITECTURES: dict[str, Architecture] = {
-    "linear": Architecture(_sequence(partial(nn.Linear, 4, K)), _rows(4)),
     "mlp": Architecture(
-        _sequence(partial(nn.Linear, 4, 7), nn.ReLU, partial(nn.Linear, 7, K)), _rows(4)
-    ),
-    "normed": Architecture(
-        _sequence(
-            partial(nn.Linear, 4, 8), partial(nn.LayerNorm, 8), nn.GELU, partial(nn.Linear, 8, K)
-        ),
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, K)),
         _rows(4),
     ),
     "cnn": Architecture(
-        _sequence(
-            partial(nn.Conv2d, 2, 4, 3),
-            partial(nn.GroupNorm, 2, 4),
-            _tanh,
-            _flat,
-            partial(nn.Linear, 16, K),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, K)
         ),
         _rows(2, 4, 4),
     ),
-    "series": Architecture(
-        _sequence(partial(nn.Conv1d, 3, 4, 2), _tanh, _flat, partial(nn.Linear, 12, K)), _rows(3, 4)
-    ),
     "tokens": Architecture(
-        _sequence(partial(nn.Embedding, 9, 4), _flat, partial(nn.Linear, 12, K)),
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, K)),
         lambda n, seed: ids(n, 3, seed=seed, high=9),
     ),
-    "lstm": Architecture(_Last, _rows(4, 3)),
     "attention": Architecture(_Attention, _rows(4, 3)),
-    "set": Architecture(_Set, _rows(4, 3)),
     "reused": Architecture(_Reused, _rows(K)),
 }
 
@@ -162,16 +119,8 @@ def _one(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda given, target, **options: function(given[0], target, **options)
 
 
-def _two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda given, target, **options: function(*given, target, **options)
-
-
 def _gaussian(given: Any, target: Tensor, **options: Any) -> Tensor:
     return F.gaussian_nll_loss(given[0], target, given[1], **options)
-
-
-def _triplet(function: Any) -> Callable[..., Tensor]:
-    return lambda given, target, **options: function(given[0], target, given[1], **options)
 
 
 def _ctc(given: Any, target: Tensor, **options: Any) -> Tensor:
@@ -180,20 +129,12 @@ def _ctc(given: Any, target: Tensor, **options: Any) -> Tensor:
     return F.ctc_loss(logs, target, *lengths, **options)
 
 
-def _linear(given: Any, target: Tensor, **options: Any) -> Tensor:
-    return F.linear_cross_entropy(given[0], floats(K, K, seed=99), target, **options)
-
-
 def _real(n: int, seed: int) -> Tensor:
     return floats(n, K, seed=seed)
 
 
 def _shares(n: int, seed: int) -> Tensor:
     return floats(n, K, seed=seed).sigmoid()
-
-
-def _signs(n: int, seed: int) -> Tensor:
-    return floats(n, K, seed=seed).sign()
 
 
 def _row_signs(n: int, seed: int) -> Tensor:
@@ -208,18 +149,11 @@ def _itself(z: Tensor) -> tuple[Tensor, ...]:
     return (z,)
 
 
-#: Every loss of `torch.nn.functional`, by its name there.
+#: Losses of `torch.nn.functional`, by their name there; some of every kind.
 LOSSES: dict[str, Loss] = {
     "mse_loss": Loss(_one(F.mse_loss), _itself, _real, "elements", True),
-    "l1_loss": Loss(_one(F.l1_loss), _itself, _real, "elements", True),
-    "smooth_l1_loss": Loss(_one(F.smooth_l1_loss), _itself, _real, "elements", True),
-    "huber_loss": Loss(_one(F.huber_loss), _itself, _real, "elements", True),
-    "poisson_nll_loss": Loss(_one(F.poisson_nll_loss), _itself, _shares, "elements", True),
     "gaussian_nll_loss": Loss(
         _gaussian, lambda z: (z, F.softplus(z) + 0.1), _real, "elements", True
-    ),
-    "binary_cross_entropy": Loss(
-        _one(F.binary_cross_entropy), lambda z: (z.sigmoid(),), _shares, "elements"
     ),
     "binary_cross_entropy_with_logits": Loss(
         _one(F.binary_cross_entropy_with_logits), _itself, _shares, "elements", True
@@ -231,32 +165,18 @@ LOSSES: dict[str, Loss] = {
         "elements",
         True,
     ),
-    "soft_margin_loss": Loss(_one(F.soft_margin_loss), _itself, _signs, "elements"),
-    "hinge_embedding_loss": Loss(_one(F.hinge_embedding_loss), _itself, _signs, "elements"),
     "cross_entropy": Loss(_one(F.cross_entropy), _itself, _classes, "classes"),
-    "nll_loss": Loss(_one(F.nll_loss), lambda z: (z.log_softmax(-1),), _classes, "classes"),
     "multi_margin_loss": Loss(_one(F.multi_margin_loss), _itself, _classes, "classes"),
-    "linear_cross_entropy": Loss(_linear, _itself, _classes, "classes"),
-    "multilabel_margin_loss": Loss(
-        _one(F.multilabel_margin_loss),
-        _itself,
-        lambda n, seed: torch.cat([ids(n, 1, seed=seed), torch.full((n, K - 1), -1)], 1),
+    "cosine_embedding_loss": Loss(
+        lambda given, target, **options: F.cosine_embedding_loss(*given, target, **options),
+        lambda z: (z, z.tanh().flip(1)),
+        _row_signs,
         "rows",
     ),
-    "multilabel_soft_margin_loss": Loss(
-        _one(F.multilabel_soft_margin_loss), _itself, _shares, "rows", True
-    ),
-    "cosine_embedding_loss": Loss(
-        _two(F.cosine_embedding_loss), lambda z: (z, z.tanh().flip(1)), _row_signs, "rows"
-    ),
-    "margin_ranking_loss": Loss(
-        _two(F.margin_ranking_loss), lambda z: (z[:, 0], z[:, 1]), _row_signs, "rows"
-    ),
     "triplet_margin_loss": Loss(
-        _triplet(F.triplet_margin_loss), lambda z: (z, z.flip(1)), _real, "rows", True
-    ),
-    "triplet_margin_with_distance_loss": Loss(
-        _triplet(F.triplet_margin_with_distance_loss),
+        lambda given, target, **options: F.triplet_margin_loss(
+            given[0], target, given[1], **options
+        ),
         lambda z: (z, z.flip(1)),
         _real,
         "rows",
@@ -317,15 +237,12 @@ CORRECT: dict[str, Form] = {
         ),
         fits=lambda _, loss: loss.kind == "elements",
     ),
-    "smoothed": Form(
-        _of(label_smoothing=0.1),
-        fits=lambda name, _: name.endswith("cross_entropy") and "binary" not in name,
-    ),
+    "smoothed": Form(_of(label_smoothing=0.1), fits=lambda name, _: name == "cross_entropy"),
     "positions": Form(
         lambda loss, m, x, t: loss.call(
             [torch.stack([a, a * 2], 2) for a in loss.arguments(m(x))], t[:, None].expand(-1, 2)
         ),
-        fits=lambda name, _: name in ("cross_entropy", "nll_loss"),
+        fits=lambda name, _: name == "cross_entropy",
     ),
 }
 
@@ -398,10 +315,6 @@ def _mixed(x: Tensor) -> Tensor:
     return 0.7 * x + 0.3 * x.flip(0)
 
 
-def _log_mean(losses: Tensor, _: Tensor) -> Tensor:
-    return losses.exp().mean().log()
-
-
 def _elements(_: str, loss: Loss) -> bool:
     return loss.kind == "elements"
 
@@ -420,11 +333,11 @@ def _classified(name: str, loss: Loss) -> bool:
 
 
 def _with_class_weights(name: str, _: Loss) -> bool:
-    return name in ("cross_entropy", "nll_loss", "multi_margin_loss", "linear_cross_entropy")
+    return name in ("cross_entropy", "multi_margin_loss")
 
 
 def _with_ignored(name: str, _: Loss) -> bool:
-    return name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+    return name == "cross_entropy"
 
 
 #: Mistakes: what people write, and the losses it can be written with.
@@ -436,7 +349,6 @@ MISTAKES: dict[str, Form] = {
     "target not squeezed": Form(
         _shaped(lambda a, t: ([p[:, 0] for p in a], t[:, :1])), fits=_elements
     ),
-    "target summed, kept": Form(_shaped(lambda a, t: (a, t.sum(0, keepdim=True))), fits=_elements),
     # axes in the wrong order
     "output transposed": Form(
         _shaped(lambda a, t: ([p.mT for p in a], t)), fits=lambda n, loss: loss.kind != "rows"
@@ -450,24 +362,16 @@ MISTAKES: dict[str, Form] = {
     ),
     # a mean over the wrong axis
     "softmax over the batch": Form(_outputs(lambda z: z.softmax(0))),
-    "log softmax over the batch": Form(_outputs(lambda z: z.log_softmax(0))),
     "normalised over the batch": Form(_outputs(lambda z: F.normalize(z, dim=0))),
-    "normalised as a whole": Form(_outputs(lambda z: z / z.norm())),
-    "layer norm of the batch": Form(_outputs(lambda z: F.layer_norm(z, z.shape))),
     "batch norm of outputs": Form(_outputs(lambda z: F.batch_norm(z, None, None, training=True))),
-    "centred": Form(_outputs(lambda z: z - z.mean(0))),
     "centred, detached": Form(_outputs(lambda z: z - z.detach().mean(0))),
-    "scaled by a maximum": Form(_outputs(lambda z: z / z.abs().max())),
     "scaled by a detached maximum": Form(_outputs(lambda z: z / z.detach().abs().amax(0))),
     "cumulated over the batch": Form(_outputs(lambda z: z.cumsum(0))),
     "sorted over the batch": Form(_outputs(lambda z: z.sort(0).values)),
     "loss of the means": Form(
         _shaped(lambda a, t: ([p.mean(0) for p in a], t.mean(0))), fits=_elements
     ),
-    "square of the mean": Form(_losses(lambda v, t: v.mean().square())),
     "root of the mean": Form(_losses(lambda v, t: v.abs().mean().sqrt())),
-    "log of the mean": Form(_losses(_log_mean)),
-    "largest": Form(_losses(lambda v, t: v.max())),
     "hard examples": Form(_losses(lambda v, t: v.topk(2).values.mean())),
     "above the mean": Form(_losses(lambda v, t: F.relu(v - v.detach().mean()).mean())),
     # weights from the batch
@@ -479,9 +383,6 @@ MISTAKES: dict[str, Form] = {
         _losses(lambda v, t: v[_numbers(t) >= _numbers(t).median()].mean())
     ),
     "weights from losses": Form(_losses(lambda v, t: (v.detach().softmax(0) * v).sum()), "sum"),
-    "weights over their sum": Form(
-        _losses(lambda v, t: (v * v.detach() / v.detach().sum()).sum()), "sum"
-    ),
     "advantages": Form(
         _losses(
             lambda v, t: (
@@ -502,7 +403,6 @@ MISTAKES: dict[str, Form] = {
     ),
     # statistics of the batch in targets and inputs
     "targets standardised": Form(_targets(_standardised), fits=_floats),
-    "targets over their maximum": Form(_targets(lambda t: t / t.abs().max()), fits=_floats),
     "targets of another row": Form(_targets(lambda t: t.roll(1, 0))),
     "targets mixed": Form(_targets(_mixed), fits=_floats),
     "inputs standardised": Form(
@@ -513,10 +413,4 @@ MISTAKES: dict[str, Form] = {
     "in-batch negatives": Form(_in_batch_negatives, fits=_classified),
     "outputs of another row": Form(_outputs(lambda z: z * z.roll(1, 0))),
     "distance to another row": Form(_outputs(lambda z: z - z.flip(0).detach())),
-}
-#: Mistakes that choose examples, or weigh them by counts: of six examples, one moves too little by
-#: them to break the bound. The library may accept them.
-MILD = {
-    *("largest", "hard examples", "chosen, then a mean", "mean by counts", "divided by a number"),
-    *("class weights by counts", "ignored targets"),
 }

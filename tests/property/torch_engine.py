@@ -67,29 +67,20 @@ def clipped_sum(
         engine.detach()
 
 
-def _clipped(rows: Iterable[list[torch.Tensor]], names: list[str], bound: float) -> Sums:
-    """Name -> sum of the gradients of all rows, each scaled to norm at most C / (1 + margin)."""
-    total: Sums = {}
-    for grads in rows:
-        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        factor = (bound / (1 + MARGIN["float64"]) / norm).clamp(max=1.0)
-        for name, g in zip(names, grads, strict=True):
-            total[name] = total.get(name, torch.zeros_like(g)) + factor * g
-    return total
-
-
 def expected_sum(
     model: nn.Module, criterion: Criterion, data: tuple[torch.Tensor, ...], *, bound: float
 ) -> Sums:
     """The same by the definition: plain autograd of the criterion on each row alone."""
     named = dict(model.named_parameters())
-    rows = (
-        torch.autograd.grad(
-            criterion(model, *(part[k : k + 1] for part in data)), list(named.values())
-        )
-        for k in range(len(data[0]))
-    )
-    return _clipped(rows, list(named), bound)
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    for k in range(len(data[0])):
+        loss = criterion(model, *(part[k : k + 1] for part in data))
+        grads = torch.autograd.grad(loss, list(named.values()))
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        factor = (bound / (1 + MARGIN["float64"]) / norm).clamp(max=1.0)
+        for name, g in zip(named, grads, strict=True):
+            total[name] += factor * g
+    return total
 
 
 class _Listening(nn.Module):
@@ -126,19 +117,6 @@ def rows_believed(
         )
         for k in range(n)
     ]
-
-
-def sum_believed(
-    model: nn.Module,
-    criterion: Criterion,
-    data: tuple[torch.Tensor, ...],
-    *,
-    bound: float,
-    reduction: str,
-) -> Sums:
-    """The clipped sum of `rows_believed`."""
-    names = [name for name, _ in model.named_parameters()]
-    return _clipped(rows_believed(model, criterion, data, reduction), names, bound)
 
 
 def median_norm(rows: Iterable[list[torch.Tensor]]) -> float:

@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import dualdp.jax as dpj
-from tests import reference
+from tests import closeness
 
 ROWS, STEPS = 24, 30
 NUMBERS = {"expected_batch_size": 6, "max_grad_norm": 0.5, "num_steps": STEPS, "delta": 1e-5}
@@ -187,7 +187,7 @@ def clipped_sum(loss_fn, params, rows, trainable):
     trained = jax.tree.leaves(jax.tree.map(lambda _: True, params) if not trainable else trainable)
     each = [jax.tree.leaves(jax.grad(loss_fn)(params, *row)) for row in rows]
     grads = {k: np.stack(part) for k, part in enumerate(zip(*each, strict=True)) if trained[k]}
-    return reference.clipped_sum(grads, NUMBERS["max_grad_norm"], "float64").values()
+    return closeness.clipped_sum(grads, NUMBERS["max_grad_norm"], "float64").values()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each
 def test_it_equals_a_loop_over_rows(entry):
     """30 steps with checks=1.0, compared with each row alone."""

@@ -12,7 +12,7 @@ from flax import nnx
 import dualdp_jax as dpj
 from dualdp import PrivacyPlan
 from dualdp_jax.per_sample.methods import METHODS
-from tests import reference
+from tests import closeness
 from tests.closeness import whole_norms
 from tests.zoo.jax_models import MODELS, N
 
@@ -53,7 +53,7 @@ def doubled(leaf):
 
 def assert_exact(grads, norms, truth, bound):
     """Sum and norms are the truth's."""
-    expected, found = reference.clipped_sum(truth, bound), jax.tree.leaves(grads)
+    expected, found = closeness.clipped_sum(truth, bound), jax.tree.leaves(grads)
     assert {str(total.dtype) for total in found} == {"float32"}
     gaps = [np.linalg.norm(a - b) for a, b in zip(found, expected.values(), strict=True)]
     assert np.linalg.norm(gaps) <= TOLERANCE * bound

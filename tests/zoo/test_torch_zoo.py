@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, PrivacyPlan, UnsupportedLayerError
-from tests import reference
+from tests import closeness
 from tests.closeness import whole_norms
 from tests.dualdp_torch.checks import Ways, truth_of
 from tests.zoo.torch_models import MODELS, N
@@ -59,7 +59,7 @@ def exact(build):
 def assert_exact(grads, norms, truth, bound):
     """Sum and norms are the truth's."""
     dtype = str(next(iter(grads.values())).dtype).removeprefix("torch.")
-    expected, whole = reference.clipped_sum(truth, bound, dtype), whole_norms(truth)
+    expected, whole = closeness.clipped_sum(truth, bound, dtype), whole_norms(truth)
     assert grads.keys() == expected.keys()
     gaps = [np.linalg.norm(grads[name].double().numpy() - expected[name]) for name in grads]
     assert np.linalg.norm(gaps) <= TOLERANCE[dtype] * bound

@@ -38,15 +38,3 @@ def convolved(one: Vector, other: Vector) -> Vector:
     n = len(one)
     size = fft.next_fast_len(max(2 * n - 1, 1), real=True)
     return np.asarray(fft.irfft(fft.rfft(one, size) * fft.rfft(other, size), size)[:n])
-
-
-def matrix(column: Vector) -> Vector:
-    """Return the (n, n) matrix with this first column.
-
-    >>> matrix(np.array([1.0, 2.0]))
-    array([[1., 0.],
-           [2., 1.]])
-    """
-    n = len(column)
-    padded = np.concatenate([np.zeros(max(n - 1, 0)), column])
-    return np.lib.stride_tricks.sliding_window_view(padded, n)[:, ::-1]

@@ -580,6 +580,20 @@ class Twins(TorchFunctionMode):
         for twin in self.twins:
             twin.keep(tensor, axis)
 
+    def _take_target(self, target: Tensor) -> None:
+        """Give the twins what the loop writes to; of a view, as of a buffer, all that it shows."""
+        self._led[target], base = True, target._base
+        may_follow = base is not None and base.is_contiguous() and base not in self._led
+        if base is None or not may_follow or _may_be_rows(base, self._n, self.k):
+            for twin in self.twins:
+                twin.keep(target, None if twin.is_whole or _is_parameter(target) else 0)
+            return
+        self._take(base, None)
+        offset = target.storage_offset() - base.storage_offset()
+        for twin in self.twins:
+            ours = twin.tensors[base]
+            twin.tensors[target] = ours.as_strided(target.shape, target.stride(), offset)
+
     # ------------------------------------------------------------------ functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -614,9 +628,7 @@ class Twins(TorchFunctionMode):
         targets = _tensors(kwargs.get("out", args[:1])) if writes else []
         for target in targets if is_led else ():
             if target not in self._led:  # it gets a twin of its own
-                self._led[target] = True
-                for twin in self.twins:
-                    twin.keep(target, None if twin.is_whole or _is_parameter(target) else 0)
+                self._take_target(target)
         draws = RandomState(generators) if is_random and is_ours else None
         out = func(*args, **kwargs)
         if is_led and name in _READS:

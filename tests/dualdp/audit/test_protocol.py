@@ -3,28 +3,27 @@
 
 import dataclasses
 
-import pytest
-
 from dualdp.audit import protocol
 from dualdp.testing import Claims
 from tests.dualdp.plan.test_plan import make
+from tests.mistakes import refused
 
 
 def test_bad_claims_are_refused():
-    with pytest.raises(ValueError, match="noise_multiplier=0.0 is out of range"):
-        Claims(0.0, 1.0)
-    with pytest.raises(ValueError, match="sampler='weighted' is unknown"):
-        Claims(1.0, 1.0, "weighted")
+    refused(lambda: Claims(0.0, 1.0), ValueError, "noise_multiplier=0.0 is out of range")
+    refused(lambda: Claims(1.0, 1.0, "weighted"), ValueError, "sampler='weighted' is unknown")
 
 
 def test_claims_are_those_of_the_first_step():
     plan = make(noise_multiplier=lambda step: 2.0 + step, max_grad_norm=3.0, sampler="poisson")
     claims = protocol.claims_of(plan)
     assert (claims.noise_multiplier, claims.max_grad_norm, claims.sampler) == (2.0, 3.0, "poisson")
-    with pytest.raises(ValueError, match="clipping='per_layer' gives the canaries a part"):
-        protocol.claims_of(dataclasses.replace(plan, clipping="per_layer"))
-    with pytest.raises(ValueError, match="unit='user' draws users, but each canary is one row"):
-        protocol.claims_of(dataclasses.replace(plan, unit="user", rows_per_unit=2))
+    for changes, words in (
+        ({"clipping": "per_layer"}, "clipping='per_layer' gives the canaries a part"),
+        ({"unit": "user", "rows_per_unit": 2}, "unit='user' draws users, but each canary is one"),
+    ):
+        other = dataclasses.replace(plan, **changes)
+        refused(lambda: protocol.claims_of(other), ValueError, words)  # noqa: B023
 
 
 def test_runs_have_constant_settings():

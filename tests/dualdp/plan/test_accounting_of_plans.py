@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import dualdp
-from dualdp import accountants
 from dualdp.mechanisms import RELATIONS
 from dualdp.plan import accounting, schedules
 from dualdp.plan.schedules import AdaptiveNorm
@@ -14,8 +13,12 @@ from tests.dualdp.plan.test_accounting import BAND, BISR, BLT, CYCLIC, LINEAR
 from tests.dualdp.plan.test_accounting import BASE as FIXED
 from tests.dualdp.plan.test_accounting import make as make_fixed
 from tests.dualdp.plan.test_plan import BASE, make
+from tests.mistakes import refused
 
 BOUND = 1.0
+
+
+BINS = {"sampler": "balls_in_bins"}
 
 
 def count(norms):
@@ -78,24 +81,20 @@ def test_gradient_and_count_cost_their_joint_gaussian(relation):
         assert 1 - mp.mpf("1e-8") <= delta / mp.mpf(plan.delta) <= 1
 
 
-def calibrated():
-    """(base, changes, target): plans with an adaptive bound, secure noise, correlated noise."""
-    adaptive = AdaptiveNorm(BOUND, count_noise_multiplier=60.0)
-    yield BASE, {"seed": 1}, 3.0
-    for bound in (1.0, AdaptiveNorm(1.0, count_noise_multiplier=10.0)):
-        yield BASE, {"accountant": "pld", "noise": "secure", "max_grad_norm": bound}, 2.0
-    for changes in (
-        *({}, {"sampler": "shuffle"}, {"sampler": "balls_in_bins"}),
-        {"neighboring_relation": "zero_out"},
-    ):
-        for noise in ("fast", "secure"):
-            own = {"accountant": "pld", "num_steps": 60, "noise": noise, "max_grad_norm": adaptive}
-            yield BASE, own | changes, 1.7
-    for changes in ({"correlation": BISR}, CYCLIC | {"correlation": BAND}, {"correlation": BLT}):
-        yield FIXED, changes, 1.5
+ADAPTIVE = AdaptiveNorm(BOUND, count_noise_multiplier=60.0)
+COUNTED = {"accountant": "pld", "num_steps": 60, "max_grad_norm": ADAPTIVE, "noise": "secure"}
+CALIBRATED = [
+    (BASE, {"accountant": "pld", "noise": "secure"}, 2.0),
+    (BASE, COUNTED, 1.7),
+    (BASE, COUNTED | {"sampler": "shuffle"}, 1.7),
+    (BASE, COUNTED | {"sampler": "balls_in_bins"}, 1.7),
+    (BASE, COUNTED | {"neighboring_relation": "zero_out"}, 1.7),
+    (FIXED, CYCLIC | {"correlation": BAND}, 1.5),
+    (FIXED, {"correlation": BLT}, 1.5),
+]
 
 
-@pytest.mark.parametrize(("base", "changes", "target"), list(calibrated()))
+@pytest.mark.parametrize(("base", "changes", "target"), CALIBRATED)
 def test_a_calibrated_plan_was_evaluated(base, changes, target):
     """known_failures 83: its noise was solved from a formula, and spent more than the target."""
     run = {k: v for k, v in (base | changes).items() if k != "noise_multiplier"}
@@ -104,33 +103,6 @@ def test_a_calibrated_plan_was_evaluated(base, changes, target):
     again = dualdp.PrivacyPlan.from_json(plan.to_json())
     assert again == plan
     assert again.epsilon() == plan.epsilon()
-
-
-def test_a_count_that_spends_the_target_alone_is_named():
-    base = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
-    tiny = AdaptiveNorm(1.0, count_noise_multiplier=0.5)
-    for relation, told in (("add_or_remove", "multiplier 1"), ("zero_out", "multiplier 0.5")):
-        with pytest.raises(ValueError, match=f"{told} and alone spends epsilon="):
-            dualdp.PrivacyPlan.calibrate(
-                **{**base, "max_grad_norm": tiny, "neighboring_relation": relation},
-                target_epsilon=1.0,
-            )
-
-
-def test_stretches_are_those_of_every_step():
-    """By the sum over single steps."""
-    for noise in (
-        schedules.Warmup(schedules.Cosine(2.0, 1.0, over=5), over=9),
-        schedules.Step(1.0, 1.25, every=4),
-    ):
-        sizes = schedules.Linear(20.0, 60.0, over=12)
-        plan = make(num_steps=60, noise_multiplier=noise, expected_batch_size=sizes)
-        for start, stop in ((0, 0), (0, 1), (3, 30), (40, 55)):
-            single = accountants.create("rdp")
-            for step in range(start, stop):
-                single.step(**accounting.release(plan, step))
-            found = accounting.spent_by(plan, [accounting.Segment(start, stop)])
-            assert dict(found.history) == dict(single.history)
 
 
 @pytest.mark.parametrize(
@@ -146,36 +118,26 @@ def test_values_of_an_open_end_are_checked_when_used(name, read):
     falling = {"seed": 1, name: schedules.Linear(1.0, -1.0, over=10)}
     plan = make(num_steps=None, **falling)
     assert np.isfinite(read(plan, 4)).all()
-    with pytest.raises(ValueError, match=rf"{name}=-0\.\d+ at step \d is out of range. Expected a"):
-        read(plan, 9)
+    words = rf"{name}=-0\.\d+ at step \d is out of range. Expected a"
+    refused(lambda: read(plan, 9), ValueError, words)
     first = f"{1 - 2 * 6 / 10} at step 6" if name == "noise_multiplier" else "0.0 at step 5"
-    with pytest.raises(ValueError, match=f"{name}={first} is out of range. Expected a"):
-        make(num_steps=9, **falling)
-
-
-def test_a_run_ends_where_its_schedule_leaves_its_range():
-    plan = make(num_steps=None, seed=1, noise_multiplier=schedules.Linear(1.0, -1.0, over=10))
-    ledger = dualdp.Ledger(plan)
-    for step in range(6):
-        ledger.record(step)
-    with pytest.raises(ValueError, match=r"noise_multiplier=-0\.\d+ at step 6 is out of range"):
-        ledger.record(6)
-    assert len(ledger) == 6
+    words = f"{name}={first} is out of range. Expected a"
+    refused(lambda: make(num_steps=9, **falling), ValueError, words)
 
 
 def test_a_batch_size_past_the_data_is_refused_when_it_is_used():
     plan = make(num_steps=None, expected_batch_size=schedules.Linear(10.0, 2000.0, over=10))
-    with pytest.raises(ValueError, match=r"expected_batch_size=1005.0 at step 5 .* num_examples"):
-        plan.sample_rate_at(5)
+    words = r"expected_batch_size=1005.0 at step 5 .* num_examples"
+    refused(lambda: plan.sample_rate_at(5), ValueError, words)
 
 
 def test_what_no_end_can_be_found_for_is_refused():
     """known_failures 83: 2^40 steps of an open-ended schedule were tabulated."""
     growing = {"num_steps": None, "noise_multiplier": schedules.Exponential(1.0, 1.0 + 1e-9)}
-    with pytest.raises(ValueError, match="1000000000000 steps of a schedule can't be accounted"):
-        make(**growing).epsilon(10**12)
-    with pytest.raises(ValueError, match="target_epsilon came with a schedule and num_steps=None"):
-        make(**growing, target_epsilon=1.0)
+    words = "1000000000000 steps of a schedule can't be accounted"
+    refused(lambda: make(**growing).epsilon(10**12), ValueError, words)
+    words = "target_epsilon came with a schedule and num_steps=None"
+    refused(lambda: make(**growing, target_epsilon=1.0), ValueError, words)
 
 
 @pytest.mark.parametrize(
@@ -195,18 +157,9 @@ def test_what_no_end_can_be_found_for_is_refused():
         ({"min_separation": 4}, "follows from the batch size"),
         ({"sampler": "poisson", "min_separation": 6}, "follows from the batch size"),
         ({"epochs_per_assignment": 2}, "sampler='balls_in_bins'"),
-        (
-            {"sampler": "balls_in_bins", "correlation": BISR, "epochs_per_assignment": 1},
-            "kept for all epochs",
-        ),
-        (
-            {"correlation": BISR, "max_grad_norm": LINEAR},
-            "max_grad_norm changes",
-        ),
-        (
-            {"correlation": BISR, "noise_multiplier": LINEAR},
-            "noise_multiplier follows a schedule",
-        ),
+        ({**BINS, "correlation": BISR, "epochs_per_assignment": 1}, "kept for all epochs"),
+        ({"correlation": BISR, "max_grad_norm": LINEAR}, "max_grad_norm changes"),
+        ({"correlation": BISR, "noise_multiplier": LINEAR}, "noise_multiplier follows a schedule"),
     ],
 )
 def test_what_has_no_proved_cost_is_refused(changes, words):
@@ -217,5 +170,5 @@ def test_what_has_no_proved_cost_is_refused(changes, words):
 
 
 def test_a_correlated_assignment_is_kept_for_all_epochs():
-    told = make_fixed(sampler="balls_in_bins", correlation=BISR, epochs_per_assignment=3)
-    assert told.epsilon() == make_fixed(sampler="balls_in_bins", correlation=BISR).epsilon()
+    kept = make_fixed(**BINS, correlation=BISR, epochs_per_assignment=3)
+    assert kept.epsilon() == make_fixed(**BINS, correlation=BISR).epsilon()

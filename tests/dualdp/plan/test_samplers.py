@@ -40,15 +40,6 @@ def test_every_sampler_has_the_event_of_its_name(sampler):
     assert set(samplers.SAMPLERS) == {*mechanisms.SAMPLERS, *PATTERNED}
 
 
-@every_sampler
-def test_indices_are_increasing_int64_and_change_with_the_step(sampler):
-    indices = draw(3, sampler)
-    assert indices.tolist() != draw(4, sampler).tolist()
-    assert indices.tolist() == draw(3, sampler).tolist()
-    assert indices.dtype == np.int64
-    assert (np.diff(indices) > 0).all()
-
-
 def test_inclusion_probability():
     """Counts per example and per step are binomial; a rate 20 % off is seen."""
     steps, num_examples, rate = 400, 500, 0.1
@@ -64,11 +55,6 @@ def test_inclusion_probability():
         assert 0.8 < dispersion < 1.25  # fixed-size batches would give 0 along one axis
     assert abs(np.corrcoef(chosen[:-1].ravel(), chosen[1:].ravel())[0, 1]) < 0.01
     assert abs(np.corrcoef(chosen[:, :-1].ravel(), chosen[:, 1:].ravel())[0, 1]) < 0.01
-
-
-def test_the_ends_are_exact():
-    assert draw(0, sample_rate=1e-13).size == 0
-    np.testing.assert_array_equal(draw(0, sample_rate=1), np.arange(1000))
 
 
 def test_the_draw_of_an_example_does_not_depend_on_the_others():
@@ -125,18 +111,6 @@ def test_a_pass_uses_every_example_once(sampler):
         np.testing.assert_array_equal(np.sort(np.concatenate(steps)), np.arange(105))
         passes.append([step.tolist() for step in steps])
     assert (passes[0] != passes[1]) == (sampler != "fixed_order")
-
-
-def test_an_assignment_is_kept_for_its_epochs():
-    """Ten batches a pass, drawn anew before passes 0, 3 and 6."""
-    steps = [
-        draw(step, "balls_in_bins", num_examples=60, epochs_per_assignment=3).tolist()
-        for step in range(70)
-    ]
-    passes = [steps[10 * epoch : 10 * epoch + 10] for epoch in range(7)]
-    assert passes[0] == passes[1] == passes[2] != passes[3] == passes[4] == passes[5] != passes[6]
-    first = [draw(step, "balls_in_bins", num_examples=60).tolist() for step in range(10)]
-    assert passes[0] == first
 
 
 def test_classes_of_cyclic_poisson_take_turns():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of users, their second draw, and plans that name their unit."""
 
-import dataclasses
 import itertools
 from collections import Counter
 
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp import PrivacyPlan, get_epsilon, units
-from dualdp.plan.units import rows_of_data
+from dualdp import PrivacyPlan, units
 from dualdp.randomness import SegmentBits
+from tests.mistakes import refused
 
 BITS = SegmentBits(3)
 USERS = np.array([40, 7, 7, 40, 12, 7, 7, 40, 7, 3])  # 3: 1 row, 7: 5, 12: 1, 40: 3
@@ -31,32 +30,25 @@ def test_rows_of_each_user_in_any_order():
         found, owner = rows.of(np.array([3, 0, 1]))
         np.testing.assert_array_equal(found, [0, 3, 7, 9, 1, 2, 5, 6, 8])
         np.testing.assert_array_equal(owner, [0, 0, 0, 1, 2, 2, 2, 2, 2])
-    assert units.user_rows(rows) is rows
+    np.testing.assert_array_equal(units.user_rows(rows).order, rows.order)
 
 
-@pytest.mark.parametrize(
-    ("users", "options", "error", "message"),
-    [
-        ([1, 2], {"num_rows": 3}, ValueError, "users has 2 ids but the data has 3 rows"),
-        ([0.0, 1.0], {}, TypeError, "dtype float64. Expected a one-dimensional array of integers"),
-        ([True, False], {}, TypeError, "dtype bool. Expected a one-dimensional array"),
-        (["ann", "bob"], {}, TypeError, r"for names, np.unique\(names, return_inverse=True\)"),
-        ([[1, 2]], {}, ValueError, r"shape \(1, 2\) and dtype int64. Expected a one-dim"),
-        ([[1], [2, 3]], {}, TypeError, "users is a list. Expected a one-dimensional array"),
-        (np.zeros(0, int), {}, ValueError, r"shape \(0,\)"),
-        (None, {}, TypeError, "users is None of shape"),
-        ([3, -1], {}, ValueError, r"users\[1\]=-1 is negative.*an id of its own"),
-        (
-            [3, 9],
-            {"num_users": 9},
-            ValueError,
-            r"users\[1\]=9 with num_users=9. Expected ids below",
-        ),
-    ],
-)
-def test_wrong_users_are_refused(users, options, error, message):
-    with pytest.raises(error, match=message):
-        units.user_rows(users, **options)
+def test_wrong_users_are_refused():
+    read, names = units.user_rows, r"for names, np.unique\(names, return_inverse=True\)"
+    refused(lambda: read([1, 2], num_rows=3), ValueError, "users has 2 ids but the data has 3 rows")
+    for users, error, words in (
+        ([0.0, 1.0], TypeError, "dtype float64. Expected a one-dimensional array of integers"),
+        ([True, False], TypeError, "dtype bool. Expected a one-dimensional array"),
+        (["ann", "bob"], TypeError, names),
+        ([[1, 2]], ValueError, r"shape \(1, 2\) and dtype int64. Expected a one-dim"),
+        ([[1], [2, 3]], TypeError, "users is a list. Expected a one-dimensional array"),
+        (np.zeros(0, int), ValueError, r"shape \(0,\)"),
+        (None, TypeError, "users is None of shape"),
+        ([3, -1], ValueError, r"users\[1\]=-1 is negative.*an id of its own"),
+    ):
+        refused(lambda: read(users), error, words)  # noqa: B023
+    words = r"users\[1\]=9 with num_users=9. Expected ids below"
+    refused(lambda: read([3, 9], num_users=9), ValueError, words)
 
 
 def test_rows_are_of_the_user_and_weights_of_the_number_drawn():
@@ -73,8 +65,6 @@ def test_rows_are_of_the_user_and_weights_of_the_number_drawn():
 
 @pytest.mark.parametrize("noise", ["fast", "secure"])
 def test_every_subset_is_as_likely(noise):
-    if noise == "secure":
-        pytest.importorskip("cryptography")
     run = plan(noise=noise, seed=None if noise == "secure" else 3)
     bits, rows = SegmentBits(run.seed), units.user_rows(USERS)
     subsets, both = Counter(), Counter()
@@ -95,17 +85,13 @@ def test_rows_of_a_user_do_not_depend_on_the_split():
     run, drawn = plan(num_examples=300), rng.permutation(300)[:90]
     whole = units.draw_rows(run, BITS, 7, drawn, rows, 5)
     for size in (1, 7, 90):
-        parts = [
-            units.draw_rows(run, BITS, 7, drawn[i : i + size], rows, 5) for i in range(0, 90, size)
-        ]
-        np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), whole.rows)
-        np.testing.assert_array_equal(
-            np.concatenate([part.weights for part in parts]), whole.weights
-        )
-    other = units.draw_rows(run, BITS, 8, drawn, rows, 5)
-    assert (other.rows != whole.rows).any()
-    other = units.draw_rows(run, SegmentBits(4), 7, drawn, rows, 5)
-    assert (other.rows != whole.rows).any()
+        split = np.split(drawn, range(size, 90, size))
+        parts = [units.draw_rows(run, BITS, 7, part, rows, 5) for part in split]
+        for name in ("rows", "weights"):
+            found = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(found, getattr(whole, name))
+    for bits, step in ((BITS, 8), (SegmentBits(4), 7)):
+        assert (units.draw_rows(run, bits, step, drawn, rows, 5).rows != whole.rows).any()
 
 
 def test_a_plan_of_users_draws_users_and_then_rows():
@@ -113,14 +99,13 @@ def test_a_plan_of_users_draws_users_and_then_rows():
     users = rng.integers(0, 60, 500) * 3  # ids with gaps
     names = np.unique(users)
     run = plan(num_examples=len(names), expected_batch_size=12, rows_per_unit=3)
-    joined, sizes = np.zeros(len(names)), []
+    sizes = []
     for step in range(50):
         batch = run.batch_indices(step)
         rows = run.row_indices(step, users)
         of_user = Counter(users[rows])
         assert sorted(of_user) == names[batch].tolist()
         assert all(n == min(3, (users == name).sum()) for name, n in of_user.items())
-        joined[batch] += 1
         sizes.append(len(batch))
         blocks = units.draw_rows(run, BITS, step, batch, units.user_rows(users), 3)
         np.testing.assert_array_equal(rows, blocks.rows[blocks.weights > 0])
@@ -131,19 +116,12 @@ def test_a_plan_of_users_draws_users_and_then_rows():
         run.row_indices(0, [1, 2])
 
 
-def test_a_plan_of_users_is_accounted_as_dp_sgd_on_users():
-    run = plan(num_examples=100, expected_batch_size=10, noise_multiplier=1.5)
-    assert run.epsilon() == get_epsilon(
-        noise_multiplier=1.5, sample_rate=0.1, num_steps=50, delta=1e-5
-    )
-    assert run.epsilon() == dataclasses.replace(run, rows_per_unit=1).epsilon()
-
-
 def test_rows_of_a_data_set_are_each_held_once():
-    rows = rows_of_data(USERS, 10)
-    again = rows_of_data(rows, 10)
+    rows = units.user_rows(USERS, num_rows=10)
+    again = units.user_rows(rows, num_rows=10)
     np.testing.assert_array_equal(again.order, rows.order)
     np.testing.assert_array_equal(again.counts, [1, 5, 1, 3])
-    assert rows_of_data(None, 3) is None
-    with pytest.raises(ValueError, match="UserRows of 10 rows but the data has 11 rows"):
-        rows_of_data(rows, 11)
+    words = "users has 10 ids but the data has 11 rows"
+    refused(lambda: units.user_rows(rows, num_rows=11), ValueError, words)
+    own = units.UserRows(np.ones(3, np.int64), np.array([0, 3]))
+    refused(lambda: units.user_rows(own), ValueError, r"users\[0\]=-1 is negative")

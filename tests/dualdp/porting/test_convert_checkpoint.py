@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-from flax import nnx
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, checkpoint
+from tests.mistakes import refused
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 4, 20)
@@ -85,14 +85,14 @@ def loss_fn(params, x, y):
 RUN = {"loss_fn": loss_fn, "optimizer": optax.adam(0.1), "data": (X, Y)}
 
 
-def saved_by_jax(folder):
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(params=jax_state().params, plan=plan(seed=1), **RUN)
+def saved_by_jax(folder, until=2, **options):
+    engine, path = dpj.PrivacyEngine(), folder / "jax.ckpt"
+    run = {"params": jax_state().params, "plan": plan(seed=1), **RUN, **options}
+    step, state, loader = engine.make_private(**run)
     for batch in loader.remaining():
         state, _ = step(state, batch)
-        if engine.ledger.position == 2:
+        if engine.ledger.position == until:
             break
-    path = folder / "jax.ckpt"
     dpj.save_checkpoint(path, state=state, engine=engine)
     engine.detach()
     return path, state
@@ -111,58 +111,24 @@ def test_torch_to_jax_to_torch_is_bitwise(tmp_path):
     other, again = torch_parts()
     engine.ledger.close()
     back = dpt.load_checkpoint(there, model=other, optimizer=again)
-    for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
-    ours, theirs = optimizer.state_dict(), again.state_dict()
-    for index, slots in ours["state"].items():
-        for slot, value in slots.items():
-            assert torch.equal(theirs["state"][index][slot], value), slot
-            assert theirs["state"][index][slot].dtype == value.dtype
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    ours, theirs = optimizer.state_dict()["state"], again.state_dict()["state"]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
     assert back.ledger.position == 2
     assert [leaf.torch_name for leaf in back.noise_layout] == [
         n for n, _ in other.named_parameters()
     ]
 
 
-def test_jax_to_torch_goes_on(tmp_path):
-    path, state = saved_by_jax(tmp_path)
-    model, optimizer = torch_parts()
-    engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer)
-    kernel = np.asarray(state.params["params"]["body"]["kernel"])
-    np.testing.assert_array_equal(model.body.weight.detach().numpy(), kernel.T)
-    assert torch.equal(model.count, torch.arange(2))
-    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
-    _, _, loader = engine.resume(data_loader=DataLoader(data))
-    for x, y in loader.remaining():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    assert engine.ledger.position == 6
-    assert {int(slots["step"]) for slots in optimizer.state.values()} == {6}
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.body, self.head = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(jnp.tanh(self.body(x)))
-
-
 def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
-    """Torch went on to step 6 after the checkpoint at 2; an nnx module takes four steps again."""
+    """Torch went on to step 6 after the checkpoint at 2; JAX takes four steps again."""
     path, _, _ = saved_by_torch(tmp_path, until=6)
-    net = Nnx(nnx.Rngs(0))
-    state, engine = dpj.load_checkpoint(path, like=dpj.TrainState.create(net, RUN["optimizer"]))
-
-    def loss(net, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(net(x), y)
-
-    step, state, loader = engine.resume(params=net, **RUN | {"loss_fn": loss})
+    like = jax_state(RUN["optimizer"])
+    state, engine = dpj.load_checkpoint(path, like=like)
+    step, state, loader = engine.resume(params=like.params, **RUN)
     for batch in loader.remaining():
         state, _ = step(state, batch)
-    assert engine.ledger.position == 6
-    assert len(engine.ledger) == 10
+    assert (engine.ledger.position, len(engine.ledger)) == (6, 10)
     assert engine.get_epsilon(delta=1e-2) > plan().epsilon()
 
 
@@ -178,24 +144,23 @@ def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
 )
 def test_what_does_not_fit_jax_is_refused(tmp_path, like, message):
     path, _, _ = saved_by_torch(tmp_path, seed=1)
-    with pytest.raises(ValueError, match=message):
-        dpj.load_checkpoint(path, like=like())
+    state = like()
+    refused(lambda: dpj.load_checkpoint(path, like=state), ValueError, message)
 
 
 def test_what_does_not_fit_torch_is_refused(tmp_path):
     path, _ = saved_by_jax(tmp_path)
-    model, optimizer = torch_parts(torch.optim.SGD, momentum=0.9)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"SGD keeps \['trace'\] .* has \['mu', 'nu'\]"):
-        dpt.load_checkpoint(path, model=model, optimizer=optimizer)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    model, optimizer = torch_parts()
-    model.body.bias.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"Only one of the two optimizers trains \['params/body/bias'\]"
-    ):
-        dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+
+    def load(parts):
+        return lambda: dpt.load_checkpoint(path, model=parts[0], optimizer=parts[1])
+
+    other, frozen = torch_parts(torch.optim.SGD, momentum=0.9), torch_parts()
+    before = {name: value.clone() for name, value in other[0].state_dict().items()}
+    refused(load(other), ValueError, r"SGD keeps \['trace'\] .* has \['mu', 'nu'\]")
+    torch.testing.assert_close(other[0].state_dict(), before, rtol=0, atol=0)
+    frozen[0].body.bias.requires_grad_(False)
+    words = r"Only one of the two optimizers trains \['params/body/bias'\]"
+    refused(load(frozen), ValueError, words)
 
 
 def test_bfloat16_keeps_its_bits(tmp_path):
@@ -211,22 +176,19 @@ def test_bfloat16_keeps_its_bits(tmp_path):
     np.testing.assert_array_equal(state.params["params"]["head"]["kernel"], expected.T)
 
 
-def test_views_and_frozen_leaves_of_jax_are_not_dropped(tmp_path):
-    for name, options, text in (
-        ("views", {"views": 2, "augment": lambda example, key: example}, "averages views=2"),
-        ("frozen", {}, r"The leaves \['params/body/kernel'\] are trained"),
-    ):
-        params = jax_state().params
-        trainable = jax.tree.map(lambda leaf: True, params)
-        trainable["params"]["body"]["kernel"] = name != "frozen"
-        engine, path = dpj.PrivacyEngine(), tmp_path / f"{name}.ckpt"
-        run = {**RUN, "optimizer": optax.sgd(0.1), "trainable": trainable, **options}
-        step, state, loader = engine.make_private(params=params, plan=plan(), **run)
-        for batch in loader.remaining():
-            state, _ = step(state, batch)
-            break
-        dpj.save_checkpoint(path, state=state, engine=engine)
-        engine.detach()
-        model, optimizer = torch_parts(torch.optim.SGD)
-        with pytest.raises(ValueError, match=text):
-            dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("is_trained", "options", "text"),
+    [
+        (True, {"views": 2, "augment": lambda example, key: example}, "averages views=2"),
+        (False, {}, r"The leaves \['params/body/kernel'\] are trained"),
+    ],
+    ids=["views", "frozen"],
+)
+def test_views_and_frozen_leaves_of_jax_are_not_dropped(tmp_path, is_trained, options, text):
+    trainable = jax.tree.map(lambda leaf: True, jax_state().params)
+    trainable["params"]["body"]["kernel"] = is_trained
+    run = {"optimizer": optax.sgd(0.1), "trainable": trainable, **options}
+    path, _ = saved_by_jax(tmp_path, until=1, **run)
+    model, optimizer = torch_parts(torch.optim.SGD)
+    load = lambda: dpt.load_checkpoint(path, model=model, optimizer=optimizer)  # noqa: E731
+    refused(load, ValueError, text)

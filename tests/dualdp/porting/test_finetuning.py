@@ -20,7 +20,6 @@ pytest.importorskip("flax")
 from tests.dualdp_jax.language_models import GPT2  # noqa: E402
 from tests.dualdp_torch.finetuning.models import LENGTH, VOCABULARY, model_of, responses  # noqa: E402
 
-N = 24
 SIZES = {"length": LENGTH, "pad_token_id": 0}
 
 
@@ -38,7 +37,7 @@ def twins():
     return model, port.to_jax(model, like=like), net
 
 
-def rows_of(name, count=N):
+def rows_of(name, count=5):
     prompts, answers = zip(*responses(count), strict=True)
     if name == "sft":
         return sft_rows(prompts, answers, **SIZES)
@@ -48,24 +47,20 @@ def rows_of(name, count=N):
         return packed_rows(units, length=2 * LENGTH, pad_token_id=0)
     others = [answer[:3] for _, answer in responses(count, seed=2)]
     rows = preference_rows(prompts, [answer[:4] for answer in answers], others, **SIZES)
-    reference = model_of("gpt2", seed=1).eval()
     if name in ("dpo", "ipo"):
+        reference = model_of("gpt2", seed=1).eval()
         rows["reference_log_probs"] = dpt.reference_log_probs(reference, rows).numpy()
     return rows
-
-
-def as_rows(name, batch):
-    """Rows of pairs in turn."""
-    is_flat = name in ("sft", "packed")
-    return {key: t if is_flat else t.flatten(0, 1) for key, t in batch.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "dpo", "sft", "ipo", "simpo", "orpo"])
 def test_losses_of_both_stacks_are_equal(name):
     model, params, net = twins()
-    rows, kind = rows_of(name, 5), "sft" if name == "packed" else name
-    torch_rows = as_rows(name, {key: torch.as_tensor(column) for key, column in rows.items()})
+    rows, kind = rows_of(name), "sft" if name == "packed" else name
+    torch_rows = {key: torch.as_tensor(column) for key, column in rows.items()}
+    if kind != "sft":  # rows of pairs in turn
+        torch_rows = {key: t.flatten(0, 1) for key, t in torch_rows.items()}
     expected = getattr(dpt, f"{kind}_loss")(model, torch_rows).detach()
     run = jax.jit(partial(net.apply, params))
     np.testing.assert_allclose(getattr(dpj, f"{kind}_loss")(run, rows), expected, rtol=1e-9)

@@ -15,37 +15,31 @@ from dualdp import checkpoint, port
 from dualdp_jax.checkpoint import single_file as jax_file
 from dualdp_torch.checkpoint import single_file as torch_file
 from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
+from tests.cases import pairs
+from tests.dualdp.porting.test_layouts import jax_net
+from tests.mistakes import refused
 
+SGD, ADAM, DECAY = torch.optim.SGD, torch.optim.Adam, optax.add_decayed_weights
+NESTEROV = optax.sgd(0.01, 0.9, nesterov=True)
+BC = {"weight_decay": 0.1, "floor": 0.1}
 #: Name -> torch's class and settings, and optax's transformation with the same updates.
 CASES = {
-    "sgd": (torch.optim.SGD, {}, optax.sgd(0.01)),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}, optax.sgd(0.01, momentum=0.9)),
+    "sgd": (SGD, {}, optax.sgd(0.01)),
+    "momentum": (SGD, {"momentum": 0.9}, optax.sgd(0.01, momentum=0.9)),
     "nesterov_decay": (
-        torch.optim.SGD,
+        SGD,
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.01, 0.9, nesterov=True)),
+        optax.chain(DECAY(0.01), NESTEROV),
     ),
     "dampening": (
-        torch.optim.SGD,
+        SGD,
         {"momentum": 0.9, "dampening": 0.3},
         optax.chain(optax.scale(0.7), optax.sgd(0.01, 0.9)),
     ),
-    "adam": (
-        torch.optim.Adam,
-        {"betas": (0.8, 0.95), "eps": 1e-3},
-        optax.adam(0.01, 0.8, 0.95, eps=1e-3),
-    ),
-    "adam_l2": (
-        torch.optim.Adam,
-        {"weight_decay": 0.1},
-        optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)),
-    ),
+    "adam": (ADAM, {"betas": (0.8, 0.95), "eps": 1e-3}, optax.adam(0.01, 0.8, 0.95, eps=1e-3)),
+    "adam_l2": (ADAM, {"weight_decay": 0.1}, optax.chain(DECAY(0.1), optax.adam(0.01))),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}, optax.adamw(0.01, weight_decay=0.1)),
-    "adam_bc": (
-        dpt.AdamBC,
-        {"weight_decay": 0.1, "floor": 0.1},
-        dpj.adam_bc(0.01, weight_decay=0.1, floor=0.1),
-    ),
+    "adam_bc": (dpt.AdamBC, BC, dpj.adam_bc(0.01, **BC)),
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 STEPS = 50
@@ -176,15 +170,18 @@ def test_50_updates_with_two_crossings_are_50_updates(case, dtype, first):
 def test_counters_are_torchs_or_the_position(case, expected):
     """SGD counts nothing, so a schedule beside it goes on at the run's position."""
     here = Torch(case, "float32")
-    optimizer = {
-        "momentum": optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9),
-        "adam": optax.adam(optax.linear_schedule(1.0, 0.0, 10)),
-    }[case]
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    optimizer = optax.adam(rate) if case == "adam" else optax.sgd(rate, momentum=0.9)
     like = Jax(here, optimizer).state
     here.step(next(gradients("float32")))
     state = to_jax(here.model, here.optimizer, like, position=7)
     counts = {int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == ()}
     assert counts == {expected}
+
+
+TWO = optax.chain(optax.trace(0.9), optax.trace(0.9))
+RATES = optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)
+RATE = r"optax's state has hyperparams/learning_rate \(\), which torch.optim does not keep"
 
 
 @pytest.mark.parametrize(
@@ -193,75 +190,57 @@ def test_counters_are_torchs_or_the_position(case, expected):
         ("adam", optax.sgd(0.1, momentum=0.9), r"Adam keeps \['mu', 'nu'\] .* has \['trace'\]"),
         ("sgd", optax.sgd(0.1, momentum=0.9), r"SGD keeps \[\] .* has \['trace'\]"),
         ("momentum", optax.sgd(0.1), r"SGD keeps \['trace'\] .* has \[\]"),
-        (
-            "momentum",
-            optax.chain(optax.trace(0.9), optax.trace(0.9)),
-            r"has \['trace', 'trace'\]",
-        ),
-        (
-            "momentum",
-            optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
-            r"optax's state has hyperparams/learning_rate \(\), which torch.optim does not keep",
-        ),
+        ("momentum", TWO, r"has \['trace', 'trace'\]"),
+        ("momentum", RATES, RATE),
     ],
 )
 def test_other_optimizers_are_refused(case, optimizer, message):
     here = Torch(case, "float32")
     here.step(next(gradients("float32")))
-    with pytest.raises(ValueError, match=message):
-        to_jax(here.model, here.optimizer, Jax(here, optimizer).state)
+    state = Jax(here, optimizer).state
+    refused(lambda: to_jax(here.model, here.optimizer, state), ValueError, message)
 
 
 NAMESAKE = type("AdamW", (torch.optim.SGD,), {"__module__": "elsewhere"})
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (torch.optim.Adagrad, "is a Adagrad, whose state can't be carried over"),
-        (torch.optim.RMSprop, "is a RMSprop, whose state can't be carried over"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "has amsgrad=True for 'weight'"),
-        (lambda p: NAMESAKE(p, lr=0.1), "is a elsewhere.AdamW, whose state can't be carried over"),
-    ],
-)
-def test_what_optax_has_not_is_refused(make, message):
-    here = Torch("sgd", "float32")
-    with pytest.raises(ValueError, match=message):
-        to_jax(here.model, make(here.model.parameters()), Jax(here).state)
+def test_what_optax_has_not_is_refused():
+    here, kinds = Torch("sgd", "float32"), torch.optim
+    like, parameters = Jax(here).state, list(here.model.parameters())
+    for other, words in (
+        (kinds.Adagrad(parameters), "is a Adagrad, whose state can't be carried over"),
+        (kinds.RMSprop(parameters), "is a RMSprop, whose state can't be carried over"),
+        (kinds.Adam(parameters, amsgrad=True), "has amsgrad=True for 'weight'"),
+        (NAMESAKE(parameters, lr=0.1), "is a elsewhere.AdamW, whose state can't be carried over"),
+    ):
+        refused(lambda: to_jax(here.model, other, like), ValueError, words)  # noqa: B023
 
 
 def test_half_a_state_and_uneven_counts_are_refused():
-    here = Torch("momentum", "float32")
-    here.model.weight.grad = torch.ones(4, 3)
-    here.optimizer.step()
-    with pytest.raises(ValueError, match=r"lacks 'momentum_buffer' for \['bias'\]"):
-        to_jax(here.model, here.optimizer, Jax(here).state)
-    here = Torch("adam", "float32")
-    here.step(next(gradients("float32")))
-    here.optimizer.state[here.model.bias]["step"] += 1
-    with pytest.raises(ValueError, match=r"have seen \[1, 2\] updates. Expected one number"):
-        to_jax(here.model, here.optimizer, Jax(here).state)
+    def cross(here):
+        return to_jax(here.model, here.optimizer, Jax(here).state)
 
-
-def test_dampening_needs_a_first_step():
-    here = Torch("dampening", "float32")
-    with pytest.raises(ValueError, match=r"lacks 'momentum_buffer' .* take a step first"):
-        to_jax(here.model, here.optimizer, Jax(here).state)
+    half, uneven = Torch("momentum", "float32"), Torch("adam", "float32")
+    half.model.weight.grad = torch.ones(4, 3)
+    half.optimizer.step()
+    refused(lambda: cross(half), ValueError, r"lacks 'momentum_buffer' for \['bias'\]")
+    uneven.step(next(gradients("float32")))
+    uneven.optimizer.state[uneven.model.bias]["step"] += 1
+    refused(lambda: cross(uneven), ValueError, r"have seen \[1, 2\] updates. Expected one number")
+    fresh = Torch("dampening", "float32")
+    refused(lambda: cross(fresh), ValueError, r"lacks 'momentum_buffer' .* take a step first")
 
 
 def test_two_trained_biases_have_no_one_momentum():
-    from tests.cases import pairs
-    from tests.dualdp.porting.test_layouts import jax_net
-
     pair = next(pair for pair in pairs.PAIRS if pair.name == "lstm")
     net = pairs.TorchNet(pair)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     params, _ = jax_net(pair, "linen", jnp.zeros(pair.x))
     like = dpj.TrainState.create(params, optax.sgd(0.1, momentum=0.9))
-    with pytest.raises(ValueError, match=r"layer.bias_hh_l0 \(16,\) is trained and has state"):
-        to_jax(net, optimizer, like)
-    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    words = r"layer.bias_hh_l0 \(16,\) is trained and has state"
+    refused(lambda: to_jax(net, optimizer, like), ValueError, words)
     nothing = dpj.TrainState.create(params, optax.sgd(0.1))
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
     assert to_jax(net, plain, nothing).opt_state == nothing.opt_state
 
 

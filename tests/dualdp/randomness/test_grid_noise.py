@@ -40,21 +40,10 @@ def test_a_missing_package_is_named(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"noise='secure' needs .*dualdp\[secure\]"):
         grid_noise.words(KEY, 4)
     with pytest.raises(ModuleNotFoundError, match="needs the package cryptography"):
-        normals(100_000, threads=2)
+        normals(100_000, threads=2)  # and not only in its thread
 
 
 # ---------------------------------------------------------------------- normals
-
-
-def test_the_tail_reaches_as_far_as_said():
-    """The extreme words: the largest radius, no radius, half a turn; all finite."""
-    words = np.array([0, 0, 2**64 - 1, 0, 2**63, 5], np.uint64)
-    out = np.empty(6)
-    grid_noise.box_muller(words, out)
-    longest = np.sqrt(2 * 64 * np.log(2))
-    assert longest > 9.4
-    assert 2 * stats.norm.sf(longest) < 5e-21
-    np.testing.assert_allclose(out, [longest, -longest, 0, 0, 0, 0], atol=1e-8)
 
 
 def test_secure_normals_are_normal():
@@ -97,8 +86,8 @@ def test_normals_do_not_depend_on_threads():
 # ---------------------------------------------------------------------- the grid
 
 
-@pytest.mark.parametrize("num_parameters", [0, 1, 1000, 10**6, 10**12])
-@pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1024.0])
+@pytest.mark.parametrize("num_parameters", [0, 1, 1000, 10**12])
+@pytest.mark.parametrize("norm", [1e-6, 0.3, 1024.0])
 def test_the_pitch_is_public_and_its_cost_is_bounded(norm, num_parameters):
     pitch = grid_noise.pitch(norm, num_parameters)
     assert np.frexp(pitch)[0] == 0.5  # a power of two
@@ -161,8 +150,6 @@ def test_secure_parts_are_those_of_the_whole():
     for start, stop in [(0, size), (0, 10), (40_000, 40_000), (32_760, 32_780), (99_990, size)]:
         part = grid_noise.grid_noise(KEY, start=start, stop=stop, **sizes)
         np.testing.assert_array_equal(part, whole[start:stop])
-    with pytest.raises(ValueError, match="too wide for noise='secure'"):
-        grid_noise.grid_noise(KEY, cells=1e16, size=size)
 
 
 def test_secure_sums_lie_on_the_grid():
@@ -172,3 +159,14 @@ def test_secure_sums_lie_on_the_grid():
     noisy = grid_noise.noisy_sum(sums, noise, 2.0**-10)
     np.testing.assert_array_equal(noisy, (np.rint(sums * 2.0**10) + noise) * 2.0**-10)
     np.testing.assert_array_equal(noisy * 2.0**10, np.rint(noisy * 2.0**10))
+
+
+def test_the_tail_reaches_as_far_as_said():
+    """The extreme words: the largest radius, no radius, half a turn; all finite."""
+    words = np.array([0, 0, 2**64 - 1, 0, 2**63, 5], np.uint64)
+    out = np.empty(6)
+    grid_noise.box_muller(words, out)
+    longest = np.sqrt(2 * 64 * np.log(2))
+    assert longest > 9.4
+    assert 2 * stats.norm.sf(longest) < 5e-21
+    np.testing.assert_allclose(out, [longest, -longest, 0, 0, 0, 0], atol=1e-8)

@@ -21,35 +21,25 @@ FIXTURE = Path(__file__).parents[2] / "fixtures" / "seeded.json"
 STEPS = (0, 1, 6, 13)
 SEEDS = (0, 7, 2**100)
 BASE: dict[str, Any] = {
-    "num_examples": 100,
-    "expected_batch_size": 20,
-    "num_steps": 14,
-    "noise_multiplier": 1.1,
-    "max_grad_norm": 0.5,
-    "delta": 1e-5,
-    "noise": "portable",
-    "seed": 3,
+    **{"num_examples": 100, "expected_batch_size": 20, "num_steps": 14, "noise_multiplier": 1.1},
+    **{"max_grad_norm": 0.5, "delta": 1e-5, "noise": "portable", "seed": 3},
 }
+BANDS = dualdp.correlated.band([1.0, 0.5, 0.3])
+BLT = dualdp.correlated.blt(decays=[0.9, 0.5], scales=[0.2, 0.1])
+BINS, CYCLIC = {"sampler": "balls_in_bins"}, {"sampler": "cyclic_poisson", "min_separation": 4}
 PLANS: dict[str, dict[str, Any]] = {
     "poisson": {},
     "open-ended": {"num_steps": None, "seed": 2**64},
     "truncated_poisson": {"sampler": "truncated_poisson", "max_batch_size": 18},
     "fixed_size": {"sampler": "fixed_size", "neighboring_relation": "replace"},
     "shuffle": {"sampler": "shuffle"},
-    "balls_in_bins": {"sampler": "balls_in_bins"},
-    "balls_in_bins of 2 epochs": {"sampler": "balls_in_bins", "epochs_per_assignment": 2},
-    "cyclic_poisson": {"sampler": "cyclic_poisson", "min_separation": 4},
+    "balls_in_bins": BINS,
+    "balls_in_bins of 2 epochs": {**BINS, "epochs_per_assignment": 2},
+    "cyclic_poisson": CYCLIC,
     "fixed_order": {"sampler": "fixed_order"},
     "window": {"sampler": "fixed_order", "correlation": dualdp.correlated.bisr(bands=3)},
-    "band": {
-        "sampler": "cyclic_poisson",
-        "min_separation": 4,
-        "correlation": dualdp.correlated.band([1.0, 0.5, 0.3]),
-    },
-    "blt": {
-        "sampler": "balls_in_bins",
-        "correlation": dualdp.correlated.blt(decays=[0.9, 0.5], scales=[0.2, 0.1]),
-    },
+    "band": {**CYCLIC, "correlation": BANDS},
+    "blt": {**BINS, "correlation": BLT},
     "users": {"unit": "user", "rows_per_unit": 2},
     "pairs": {"rows_per_unit": 2},
     "batch sizes that grow": {"expected_batch_size": dualdp.schedules.Linear(5, 40, over=10)},

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp.randomness.threefry import bits, bits_at, fold_in, normal, threefry2x32
+from dualdp.randomness.threefry import bits, fold_in, normal, threefry2x32
 
 KEY = np.array([7, 11], np.uint32)
 
@@ -34,13 +34,6 @@ def test_a_stream_is_a_function_of_position(width):
     assert bits(KEY, (0, 4), width=width).shape == (0, 4)
 
 
-def test_words_at_places_are_those_of_the_stream():
-    some = np.array([0, 5, 70_000, 3])
-    for width in (32, 64):
-        whole = bits(KEY, 70_001, width=width)
-        np.testing.assert_array_equal(bits_at(KEY, some, width=width), whole[some])
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_normals_are_normal(dtype):
     draws = normal(KEY, 200_000, dtype=dtype)
@@ -53,12 +46,5 @@ def test_normals_are_normal(dtype):
 def test_fold_in_derives_distinct_keys():
     keys = {tuple(fold_in(KEY, index)) for index in range(1000)}
     assert len(keys) == 1000
-    with pytest.raises(ValueError, match=r"data=4294967296 is out of range"):
+    with pytest.raises(OverflowError, match="4294967296 out of bounds for uint32"):
         fold_in(KEY, 1 << 32)
-
-
-def test_bad_widths_and_dtypes_are_refused():
-    with pytest.raises(ValueError, match="width=16 is unknown. Expected 32 or 64"):
-        bits(KEY, 3, width=16)
-    with pytest.raises(TypeError, match=r"Expected numpy.float32 or numpy.float64"):
-        normal(KEY, 3, dtype=np.float16)

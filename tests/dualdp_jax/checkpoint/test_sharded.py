@@ -22,20 +22,16 @@ def begun():
     return engine, step(state, next(iter(loader)))[0]
 
 
-def test_a_sharded_checkpoint_needs_orbax(tmp_path, monkeypatch):
+def test_what_is_no_sharded_checkpoint_is_refused(tmp_path, monkeypatch):
     engine, state = begun()
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ModuleNotFoundError, match="need the package orbax-checkpoint"):
-        save_sharded_checkpoint(tmp_path / "run", state=state, engine=engine)
-
-
-def test_an_empty_folder_holds_no_checkpoint(tmp_path):
-    _, state = begun()
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
             load_sharded_checkpoint(folder, like=state)
     with pytest.raises(TypeError, match="like is a dict"):
         load_sharded_checkpoint(tmp_path, like=state.params)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ModuleNotFoundError, match="need the package orbax-checkpoint"):
+        save_sharded_checkpoint(tmp_path / "run", state=state, engine=engine)
 
 
 def test_a_sharded_checkpoint_on_one_device(tmp_path):

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise on JAX: of the planned size, once for each release, the same through optax."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import dualdp_jax as dpj
 from dualdp import AccountingError, randomness
@@ -19,6 +16,7 @@ from dualdp.plan.schedules import AdaptiveNorm, Linear
 from dualdp.randomness import key_of, noise_bits, seeded_bits, threefry
 from dualdp_jax.noise import noise
 from dualdp_jax.noise.noise import NoiseSource, noised_mean
+from dualdp_jax.training import step as step_module
 from tests.dualdp_jax import runs
 
 KEY = np.asarray([0x01234567, 0xFEDCBA98], np.uint32)
@@ -53,8 +51,9 @@ def on_record(plan, num_steps=None):
 # ---------------------------------------------------------------------- what the noise is
 
 
-@pytest.mark.parametrize("noise", ["fast", "portable"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("noise", "dtype"), [("fast", "float32"), ("portable", "float32"), ("portable", "float64")]
+)
 def test_noise_is_the_counter_generator(noise, dtype, monkeypatch):
     """Fast noise is that of large leaves; its small ones are drawn together."""
     monkeypatch.setattr("dualdp_jax.noise.noise._SMALL", 0)
@@ -63,9 +62,10 @@ def test_noise_is_the_counter_generator(noise, dtype, monkeypatch):
     with jax.enable_x64(dtype == "float64"):
         grads = {"b": jnp.ones((3, 2), dtype), "a": None, "c": jnp.zeros((), dtype)}
         noisy = dpj.noisy_mean(grads, plan, 1)
-    key, kind = key_of(seeded_bits(5, "noise", 1)), getattr(np, dtype)
+    key = key_of(seeded_bits(5, "noise", 1))
     for index, name in enumerate("bc"):
-        normal = threefry.normal(threefry.fold_in(key, index), grads[name].shape, dtype=kind)
+        shape, kind = grads[name].shape, np.dtype(dtype).type
+        normal = threefry.normal(threefry.fold_in(key, index), shape, dtype=kind)
         expected = (np.asarray(grads[name]) + 3.0 * normal) / 20
         rtol = 1e-6 if dtype == "float32" else 1e-11
         np.testing.assert_allclose(noisy[name], expected, rtol=rtol, atol=rtol)
@@ -74,13 +74,15 @@ def test_noise_is_the_counter_generator(noise, dtype, monkeypatch):
 
 
 def test_small_leaves_are_drawn_together():
-    """By one draw of one key, whose numbers are theirs in order."""
-    plan, sums = make_plan(noise_multiplier=0.5), {"a": jnp.zeros((3, 4)), "b": jnp.zeros(5)}
+    """By one draw of one key, whose numbers are theirs in order; of wide ones in low precision."""
+    plan = make_plan(noise_multiplier=0.5)
+    sums = {"a": jnp.zeros((3, 4)), "b": jnp.zeros(5, jnp.bfloat16)}
     noisy = dpj.noisy_mean(sums, plan, 1)
     key = threefry.fold_in(key_of(seeded_bits(5, "noise", 1)), 2)
     expected = threefry.normal(key, 17, dtype=np.float32) / 20
     found = np.concatenate([noisy["a"].ravel(), noisy["b"]])
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    assert noisy["b"].dtype == jnp.float32
 
 
 def test_small_leaves_cost_one_draw_of_a_program():
@@ -91,12 +93,6 @@ def test_small_leaves_cost_one_draw_of_a_program():
         drawn = NoiseSource(make_plan(noise=kind)).drawn(leaves, release, bytes(64))
         count[kind] = str(jax.make_jaxpr(noised_mean)(leaves, drawn)).count("random_bits[")
     assert count["fast"] == 1 < len(leaves) <= count["portable"]
-
-
-def test_noise_is_wide_for_low_precision_sums():
-    noisy = dpj.noisy_mean({"a": jnp.zeros(1000, jnp.bfloat16)}, make_plan(), 0)["a"]
-    assert noisy.dtype == jnp.float32
-    assert len(np.unique(noisy)) > 990
 
 
 def test_secure_noise_compiles_once_and_keeps_its_structure():
@@ -116,21 +112,13 @@ def test_secure_noise_compiles_once_and_keeps_its_structure():
 
 
 def test_the_old_layout_is_refused_before_a_ledger_begins(tmp_path):
-    plan, path = make_plan(seed=None), tmp_path / "ledger.jsonl"
-    data = (np.ones((plan.num_examples, 2), np.float32),)
-    run = {
-        "loss_fn": lambda w, x: (w * x).sum(),
-        "params": jnp.ones(2),
-        "optimizer": optax.sgd(0.1),
-        "data": data,
-    }
+    path, data = tmp_path / "ledger.jsonl", (runs.X, runs.Y)
     with jax.threefry_partitionable(False):
         with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
-            dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)
+            runs.private(plan=runs.make_plan(), ledger=path)
         with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
-            dpj.PrivacyEngine().make_loader(data=data, plan=plan, ledger=path)
+            dpj.PrivacyEngine().make_loader(data=data, plan=runs.make_plan(), ledger=path)
     assert not path.exists()
-    dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)
 
 
 # ---------------------------------------------------------------------- once for each release
@@ -156,15 +144,6 @@ def test_what_nobody_records_has_no_noise():
     with pytest.raises(AccountingError, match="1 releases was asked for, and 0 are on record"):
         dpj.noise_keys(1)
     assert engine.ledger.get_epsilon() > 0
-
-
-def test_noisy_mean_refuses_steps_past_the_plan():
-    plan, grads = make_plan(), {"a": jnp.zeros(3)}
-    with pytest.raises(AccountingError, match="step=3 is past the plan's num_steps=3"):
-        dpj.noisy_mean(grads, plan, 3)
-    for step, error in ((-1, ValueError), ("0", TypeError), (1.5, TypeError)):
-        with pytest.raises(error, match=f"step={step!r} is"):
-            dpj.noisy_mean(grads, plan, step)
 
 
 @pytest.mark.parametrize("noise", NOISE)
@@ -219,42 +198,46 @@ def test_noise_keys_are_fresh():
     assert len(engine.ledger) == 600
 
 
-CONSTANTS = {
-    "no key": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0))(s),
-    "no arguments": lambda plan, s: jax.jit(lambda: dpj.noisy_mean(s, plan, 0))(),
-    "a constant": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0, key=KEY))(s),
-    "vmap": lambda plan, s: jax.vmap(lambda s: dpj.noisy_mean(s, plan, 0))(s),
-    "scan": lambda plan, s: jax.lax.scan(
-        lambda carry, s: (carry, dpj.noisy_mean(s, plan, 0, key=KEY)), 0, s
+CONSTANT, IN_VMAP = "where every turn would add the", "is inside vmap|is inside jit, scan, vmap"
+
+
+def mean_of(plan, **key):
+    return lambda s: dpj.noisy_mean(s, plan, 0, **key)
+
+
+def over_a_mesh(call, sums):
+    mesh, rows = jax.make_mesh((1,), ("x",)), jax.P("x")
+    sums = jax.device_put(sums, jax.NamedSharding(mesh, rows))
+    run = jax.shard_map(call, mesh=mesh, in_specs=(rows, jax.P()), out_specs=rows)
+    return jax.jit(run)(sums, KEY)
+
+
+TRACED = {
+    "no key": (lambda s, p, k, tx: jax.jit(mean_of(p))(s), CONSTANT),
+    "a constant": (lambda s, p, k, tx: jax.jit(mean_of(p, key=KEY))(s), CONSTANT),
+    "vmap": (lambda s, p, k, tx: jax.vmap(mean_of(p))(s), CONSTANT),
+    "scan": (lambda s, p, k, tx: jax.lax.map(mean_of(p, key=KEY), s), CONSTANT),
+    "add_noise": (lambda s, p, k, tx: jax.jit(tx.update)(s, tx.init(s)), CONSTANT),
+    "keys of vmap": (lambda s, p, k, tx: jax.vmap(k)(s, np.stack([KEY, KEY + 1])), IN_VMAP),
+    "a key in vmap": (lambda s, p, k, tx: jax.jit(jax.vmap(k, (0, None)))(s, KEY), IN_VMAP),
+    "add_noise in vmap": (
+        lambda s, p, k, tx: jax.vmap(lambda s: tx.update(s, tx.init(s), key=KEY))(s),
+        IN_VMAP,
     ),
-    "grad": lambda plan, s: jax.grad(lambda s: dpj.noisy_mean(s, plan, 0)["a"].sum())(s),
-    "add_noise": lambda plan, s: jax.jit(dpj.add_noise(plan).update)(
-        s, dpj.add_noise(plan).init(s)
+    "shard_map": (
+        lambda s, p, k, tx: over_a_mesh(k, s),
+        r"is inside shard_map or pmap, over \['x'\]",
     ),
 }
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("name", TRACED)
 def test_a_traced_function_needs_a_key_that_is_data(name):
-    """known_failures 79: the same noise at every call, and the key inside the program."""
-    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    with pytest.raises(TypeError, match="where every turn would add the"):
-        CONSTANTS[name](plan, sums)
-
-
-@pytest.mark.parametrize("axis", [None, 0])
-@pytest.mark.parametrize("jit", [False, True])
-def test_noise_inside_vmap_is_refused(axis, jit):
-    """known_failures 79: vmap(add_noise) gave one noise to all members."""
-    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    tx = dpj.add_noise(plan)
-    key = KEY if axis is None else np.stack([KEY, KEY + 1])
-    mean = jax.vmap(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k), in_axes=(0, axis))
-    update = jax.vmap(lambda s, k: tx.update(s, tx.init(s), key=k), in_axes=(0, axis))
-    for call in (mean, update):
-        call = jax.jit(call) if jit else call
-        with pytest.raises(TypeError, match="is inside vmap|is inside jit, scan, vmap"):
-            call(sums, key)
+    """known_failures 79: the same noise at every call or for all members, and the key inside."""
+    plan, (call, said) = make_plan(), TRACED[name]
+    of_key = lambda s, k: dpj.noisy_mean(s, plan, 0, key=k)  # noqa: E731
+    with pytest.raises(TypeError, match=said):
+        call(jnp.ones((2, 3)), plan, of_key, dpj.add_noise(plan))
 
 
 def test_a_key_that_is_used_twice_is_refused():
@@ -273,28 +256,17 @@ def test_a_key_that_is_used_twice_is_refused():
     assert engine.ledger.get_epsilon() > 0
 
 
-TWO_SUMS = {
-    "twice": lambda mean, a, b, key: (mean(a, key), mean(b, key)),
-    "a helper": lambda mean, a, b, key: [jax.jit(lambda g: mean(g, key))(g) for g in (a, b)],
-    "scan": lambda mean, a, b, key: jax.lax.scan(
-        lambda c, g: (c, mean(g, key)), 0, jnp.stack([a, b])
-    ),
-    "map": lambda mean, a, b, key: jax.lax.map(lambda g: mean(g, key), jnp.stack([a, b])),
-}
-
-
-@pytest.mark.parametrize("way", TWO_SUMS)
-def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
+def test_one_noise_is_not_given_to_two_sums_of_a_program():
     plan = make_plan(seed=None)
-    engine = on_record(plan, 1)
-
-    def mean(sums, key):
-        return dpj.noisy_mean(sums, plan, 0, key=key)
-
-    program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
-    with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would add"):
-        program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
-    assert len(engine.ledger) == 1
+    engine = on_record(plan, 2)
+    mean = lambda sums, key: dpj.noisy_mean(sums, plan, 0, key=key)  # noqa: E731
+    for twice in (
+        lambda a, b, key: (mean(a, key), mean(b, key)),
+        lambda a, b, key: jax.lax.map(lambda g: mean(g, key), jnp.stack([a, b])),
+    ):
+        with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would"):
+            jax.jit(twice)(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
+    assert len(engine.ledger) == 2
 
 
 REFUSED = {
@@ -314,70 +286,45 @@ def test_what_a_program_can_not_know_is_refused(said):
     assert len(engine.ledger) == 0
 
 
-def test_noise_inside_shard_map_is_refused():
-    mesh = jax.make_mesh((1,), ("x",))
-    rows, all_of_it = jax.P("x"), jax.P()
-    mean = jax.shard_map(
-        lambda s, k: dpj.noisy_mean(s, make_plan(), 0, key=k),
-        mesh=mesh,
-        in_specs=(rows, all_of_it),
-        out_specs=rows,
-    )
-    sums = jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, rows))
-    with pytest.raises(TypeError, match=r"is inside shard_map or pmap, over \['x'\]"):
-        jax.jit(mean)(sums, KEY)
-
-
 # ---------------------------------------------------------------------- where it is not
 
-_RUN = """
-import sys, numpy as np, jax, jax.numpy as jnp, optax
-import dualdp, dualdp.jax as dpj
-from dualdp_jax.training import step as module
-folder = sys.argv[1]
-jax.config.update("jax_compilation_cache_dir", folder)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-bits, real = [], module.noise_bits
-module.noise_bits = lambda seed, step: bits.append(real(seed, step)) or bits[-1]
-plan = dualdp.PrivacyPlan(num_examples=40, expected_batch_size=8, num_steps=4, noise_multiplier=1.0,
-    max_grad_norm=1.0, delta=1e-3, accountant="rdp", noise=sys.argv[2])
-e = dpj.PrivacyEngine()
-step, state, loader = e.make_private(loss_fn=lambda p, x: (p @ x) ** 2, params=jnp.ones(3),
-    optimizer=optax.sgd(0.1), data=(np.ones((40, 3), "f"),), plan=plan, ledger=folder + "/ledger")
-for batch in loader.remaining():
-    state, _ = step(state, batch)
-dpj.save_checkpoint(folder + "/checkpoint", state=state, engine=e)
-loop = dpj.PrivacyEngine()
-if plan.noise != "secure":
-    loop.make_loader(data=(np.ones((40, 3), "f"),), plan=plan)
-    loop.record(num_steps=2)
-    for key in dpj.noise_keys(2):
-        jax.jit(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k))(jnp.ones(3), key)
-        bits.append(np.asarray(key).tobytes())
-for secret in bits:
-    print(secret.hex())
-"""
+
+@pytest.fixture
+def compiled_here(tmp_path):
+    """JAX's persistent compilation cache lies in this folder, and everything is compiled anew."""
+
+    def move(folder):
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        jax.config.update("jax_compilation_cache_dir", folder)
+
+    before = jax.config.jax_compilation_cache_dir
+    move(str(tmp_path))
+    yield
+    move(before)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("noise", ["fast", "secure"])
-def test_no_file_of_a_run_holds_the_bits(noise, tmp_path):
+def test_no_file_of_a_run_holds_the_bits(noise, tmp_path, monkeypatch):
     """Neither ledger and checkpoint nor JAX's persistent compilation cache."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(tmp_path), noise],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    secrets = [bytes.fromhex(line) for line in done.stdout.split()]
-    assert len(secrets) == (6 if noise == "fast" else 4)
+    bits, plan = [], make_plan(noise=noise, seed=None)
+    drawn = lambda seed, step: bits.append(noise_bits(seed, step)) or bits[-1]  # noqa: E731
+    monkeypatch.setattr(step_module, "noise_bits", drawn)
+    data = (np.ones((100, 3), np.float32), np.ones(100, np.float32))
+    engine, *run = runs.private(plan=plan, data=data, ledger=tmp_path / "ledger")
+    dpj.save_checkpoint(tmp_path / "checkpoint", state=runs.train(*run), engine=engine)
+    if noise == "fast":
+        on_record(plan, 2)
+        for key in dpj.noise_keys(2):
+            jax.jit(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k))(jnp.ones(3), key)
+            bits.append(np.asarray(key).tobytes())
+    assert len(bits) == (5 if noise == "fast" else 3)
     files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"ledger", "checkpoint"} < set(files)
     assert any(name.endswith("-cache") for name in files)
-    for secret in secrets:
+    for secret in bits:
         words = np.frombuffer(secret[:8], ">u4")
         shown = [secret[:8], words.astype("<u4").tobytes(), secret[:8].hex().encode()]
         shown += [secret[-32:]] if len(secret) == 64 else []
@@ -397,3 +344,52 @@ def test_a_release_that_has_no_noise_stays_on_record(monkeypatch):
     engine.record()
     dpj.noisy_mean(sums, plan, 1)
     assert len(engine.ledger) == 2
+
+
+# ---------------------------------------------------------------------- thousands of releases
+
+SUMS = {"w": jnp.zeros(2), "v": jnp.zeros(1)}
+OF_RELEASES = {"num_examples": 1000, "expected_batch_size": 50, "num_steps": 10, "seed": None}
+OF_RELEASES |= {"noise_multiplier": 1.3, "max_grad_norm": 0.7}
+
+
+def declared(stddev, numbers):
+    """True if the deviation of normals is the declared one, within 5 standard errors."""
+    return abs(numbers.std() / stddev - 1) < 5 / np.sqrt(2 * numbers.size)
+
+
+def independent(one, other):
+    """True if two arrays of normals have no correlation, within 5 standard errors."""
+    return abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(one.size)
+
+
+def assert_independent(drawn):
+    """Noise (releases, numbers), between releases, halves and numbers."""
+    half = len(drawn) // 2
+    for column in range(drawn.shape[1]):
+        assert independent(drawn[:-1, column], drawn[1:, column])
+        assert independent(drawn[:half, column], drawn[half:, column])
+        assert independent(drawn[:, column], drawn[:, (column + 1) % drawn.shape[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_releases_share_no_noise(mode):
+    """Without a seed: between steps, leaves and segments, whose steps have the same numbers."""
+    count = 10_000 if mode == "fast" else 2000
+    plan, mean, half, found = (
+        runs.make_plan(**OF_RELEASES, noise=mode),
+        jax.jit(noised_mean),
+        count // 2,
+        [],
+    )
+    source, stddev = NoiseSource(plan), 1.3 * 0.7
+    for number in range(count):
+        step = number % half  # the second segment runs all steps again
+        release = Release(step, number // half, 0, 0.7, 1.3, stddev, 50.0)
+        drawn = source.drawn(jax.tree.leaves(SUMS), release, noise_bits(None, step))
+        found.append(mean(SUMS, drawn))
+    leaves = [np.stack(leaf) for leaf in zip(*map(jax.tree.leaves, found), strict=True)]
+    drawn = 50 * np.concatenate(leaves, axis=1).astype(np.float64)  # (releases, 3)
+    assert declared(stddev, drawn)
+    assert_independent(drawn)

@@ -75,10 +75,9 @@ def test_one_process_is_a_group_that_agrees_with_itself():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["runs", "words"])
-def test_two_processes_are_one_run(kind, tmp_path):
-    found = launch.reports("pair", kind, tmp_path, processes=2, devices=2, seconds=280)
+def test_two_processes_are_one_run(tmp_path):
+    found = launch.reports("pair", tmp_path, processes=2, devices=2, seconds=500)
     assert len(found) == 2
     for report in found:
-        assert len(report) >= 5
+        assert len(report) > 10
         assert {name: word for name, word in report.items() if word != "held"} == {}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three calls: gradients, norms and sums of every method, masks, chunks, keys, refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,11 @@ from tests.dualdp_jax.two_layers import (
     weighted,
 )
 
-WAYS = (*METHODS, "auto")
-every_method = pytest.mark.parametrize("method", METHODS)
+#: One way by the rules is fast, the others are slow: each compiles programs of its own.
+every_method = pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=() if m == "book_keeping" else pytest.mark.slow) for m in METHODS],
+)
 
 
 @pytest.fixture
@@ -34,10 +39,9 @@ def noisy(params, x, y, key):
     return loss_fn(params, x * jax.random.bernoulli(key, 0.5, x.shape), y), {"x": x * 2, "one": 1}
 
 
-@pytest.mark.parametrize("method", WAYS)
-@pytest.mark.parametrize("size", [None, 2])
-def test_the_three_calls_are_those_of_single_examples(problem, method, size):
-    """Each with its own key, by its position; `aux` is stacked."""
+@every_method
+def test_the_three_calls_are_those_of_single_examples(problem, method):
+    """In chunks; each with its own key, by its position; `aux` is stacked."""
     params, x, y = problem
     key = jax.random.key(7)
     alone = lambda p, k: noisy(p, x[k], y[k], jax.random.fold_in(key, k))[0]  # noqa: E731
@@ -48,7 +52,7 @@ def test_the_three_calls_are_those_of_single_examples(problem, method, size):
 
     @jax.jit
     def compute(params, x, y, bound):
-        given = {"method": method, "physical_batch_size": size, "key": key, "has_aux": True}
+        given = {"method": method, "physical_batch_size": 2, "key": key, "has_aux": True}
         return (
             dpj.per_sample_grads(noisy, params, x, y, **given),
             dpj.per_sample_norms(noisy, params, x, y, **given),
@@ -94,21 +98,14 @@ def test_broken_and_masked_examples_contribute_zero(problem, method):
         assert (result.norms == 0).all()
 
 
-@every_method
-def test_no_examples_give_zeros_without_a_call(problem, method):
+def test_no_examples_give_zeros_without_a_call(problem):
     params, x, y = problem
-
-    def never(params, x, y):
-        raise AssertionError("loss_fn was called")
-
-    result = dpj.clipped_grad_sum(
-        never, params, x[:0], y[:0], max_grad_norm=1.0, method=method, has_aux=True
-    )
+    nothing = lambda p, x, y: pytest.fail("loss_fn was called"), params, x[:0], y[:0]
+    result = dpj.clipped_grad_sum(*nothing, max_grad_norm=1.0)
     assert_trees_close(result.grads, jax.tree.map(jnp.zeros_like, params))
     assert result.norms.shape == result.losses.shape == (0,)
-    grads = dpj.per_sample_grads(never, params, x[:0], y[:0], method=method)
-    assert grads["a"]["w"].shape == (0, 3, 4)
-    assert dpj.per_sample_norms(never, params, x[:0], y[:0], method=method).shape == (0,)
+    assert dpj.per_sample_grads(*nothing)["a"]["w"].shape == (0, 3, 4)
+    assert dpj.per_sample_norms(*nothing).shape == (0,)
 
 
 def test_a_new_bound_does_not_recompile(problem):
@@ -122,13 +119,6 @@ def test_a_new_bound_does_not_recompile(problem):
     assert norms_of([leaf[None] for leaf in jax.tree.leaves(small)])[0] <= 0.1 * N
     for bound in (float("nan"), 0.0, -1.0, float("inf")):  # which a program can't refuse
         assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(clipped(jnp.float32(bound))))
-
-
-@pytest.mark.parametrize("bound", [float("nan"), 0.0, -1.0, np.float32(-2), jnp.float32(0)])
-def test_bad_bounds_are_refused(problem, bound):
-    params, x, y = problem
-    with pytest.raises(ValueError, match="max_grad_norm=.*is (out of range|not a number)"):
-        dpj.clipped_grad_sum(loss_fn, params, x, y, max_grad_norm=bound)
 
 
 def test_frozen_leaves_are_none_and_do_not_count(problem):
@@ -156,128 +146,64 @@ def test_nested_batches_and_constants_are_handed_on(problem):
     assert_trees_close(grads, jax.tree.map(lambda g: 2 * g, per_sample(params, x, y)))
 
 
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"two_pass"}))
-def test_sums_are_float32_for_bfloat16_parameters(problem, method):
+def test_max_memory_makes_chunks(problem):
     params, x, y = problem
-    low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    result = dpj.clipped_grad_sum(loss_fn, low, x, y, max_grad_norm=0.5, method=method)
-    assert {leaf.dtype for leaf in jax.tree.leaves(result.grads)} == {jnp.dtype("float32")}
-    assert result.norms.dtype == result.losses.dtype == jnp.float32
-    grads = dpj.per_sample_grads(loss_fn, low, x, y, method=method)
-    assert grads["a"]["w"].dtype == jnp.bfloat16
-    exact = norms_of(jax.tree.map(lambda g: np.asarray(g, np.float32), grads))
-    np.testing.assert_allclose(result.norms, exact, rtol=0.02)
-
-
-def test_float64_parameters_give_float64():
-    with jax.enable_x64(True):
-        params, x = {"w": jnp.arange(3.0, dtype=jnp.float64)}, jnp.ones((2, 3), jnp.float64)
-        for rows in (x, x[:0]):
-            result = dpj.clipped_grad_sum(
-                lambda p, x: (p["w"] @ x) ** 2, params, rows, max_grad_norm=0.5
-            )
-            assert result.grads["w"].dtype == result.norms.dtype == jnp.float64
-
-
-@every_method
-def test_max_memory_makes_chunks(problem, method):
-    params, x, y = problem
-    one = footprint(build(loss_fn, params, (x, y), Options(method=method)))
     gradients, operands = 12 + 4 + 8, (3 + 4) + (4 + 2)
     expected = {"vmap": gradients, "loop": gradients, "materialize": gradients + operands}
-    assert one == 4 * expected.get(method, operands + 4)  # the bias is kept
-    options = {"max_grad_norm": 0.5, "method": method}
-    small = dpj.clipped_grad_sum(loss_fn, params, x, y, max_memory=2 * one, **options)
-    grads = per_sample(params, x, y)
-    assert_trees_close(small.grads, weighted(factors_of(norms_of(grads), 0.5), grads))
-    with pytest.raises(ValueError, match="max_memory=8 bytes do not hold what one example needs"):
-        dpj.clipped_grad_sum(loss_fn, params, x, y, max_memory=8, **options)
+    for method in METHODS:
+        one = footprint(build(loss_fn, params, (x, y), Options(method=method)))
+        assert one == 4 * expected.get(method, operands + 4)  # the bias is kept
+        norms = functools.partial(dpj.per_sample_norms, loss_fn, method=method)
+        program = str(jax.make_jaxpr(functools.partial(norms, max_memory=2 * one))(*problem))
+        assert "length=3" in program  # of a scan: two rows, two, and one
+        with pytest.raises(ValueError, match="max_memory=8 bytes do not hold what one example nee"):
+            norms(*problem, max_memory=8)
 
 
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "text"),
-    [
-        (lambda p, x, y: p["b"]["w"][0], ValueError, r"returned float32\[2\] for one example"),
-        (lambda p, x, y: jnp.int32(1), ValueError, r"returned int32\[\]"),
-        (lambda p, x, y: (loss_fn(p, x, y), 1), TypeError, "use has_aux=True"),
-        (lambda p, x, y: None, TypeError, "returned None for one example"),
-        (lambda p, x, y: "loss", TypeError, "returned a str"),
-    ],
-)
-def test_wrong_losses_are_refused(problem, loss, error, text):
-    params, x, y = problem
-    with pytest.raises(error, match=text):
-        dpj.clipped_grad_sum(loss, params, x, y, max_grad_norm=1.0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (loss_fn, r"has_aux=True, but loss_fn returned a .*Expected \(loss, aux\)"),
-        (lambda p, x, y: (loss_fn(p, x, y), "text"), "returned 'text' in aux"),
-    ],
-)
-def test_wrong_aux_is_refused(problem, loss, text):
-    params, x, y = problem
-    with pytest.raises(TypeError, match=text):
-        dpj.per_sample_grads(loss, params, x, y, has_aux=True)
-
-
-def test_wrong_batches_are_refused(problem):
-    params, x, y = problem
-    cases = [
-        ((x, y[:3]), ValueError, r"different numbers of examples \(batch\[0\]: 5, batch\[1\]: 3\)"),
-        (("a", 3), ValueError, "The batch holds no array"),
-        ((x, jnp.float32(1)), ValueError, r"batch\[1\] is an array without axes"),
-        ((x, np.array(["a"] * N)), TypeError, r"batch\[1\] has dtype <U1"),
-    ]
-    for batch, error, text in cases:
-        with pytest.raises(error, match=text):
-            dpj.per_sample_grads(loss_fn, params, *batch)
-
-
-OPTIONS = [
-    ({"method": "guess"}, ValueError, "method='guess' is unknown. Expected one of auto, "),
-    ({"mask": jnp.ones(3, bool)}, ValueError, r"mask is bool\[3\]. Expected bool\[5\]"),
-    ({"mask": jnp.ones(N)}, ValueError, r"mask is float32\[5\]"),
-    ({"clipping": "none"}, ValueError, "clipping='none' is unknown"),
-    ({"max_grad_norm": {"a": 1.0}}, ValueError, "is a mapping with clipping='flat'"),
-    (
+REFUSED = {
+    "two numbers": (
+        lambda p, x, y: p["b"]["w"][0],
+        ValueError,
+        r"returned float32\[2\] for one ex",
+    ),
+    "an integer": (lambda p, x, y: jnp.int32(1), ValueError, r"returned int32\[\]"),
+    "aux": (lambda p, x, y: (loss_fn(p, x, y), 1), TypeError, "use has_aux=True"),
+    "a scalar": (jnp.float32(1), ValueError, r"batch\[1\] is an array without axes"),
+    "names": (np.array(["a"] * N), TypeError, r"batch\[1\] has dtype <U1"),
+    "clipping": ({"clipping": "none"}, ValueError, "clipping='none' is unknown"),
+    "bounds": ({"max_grad_norm": {"a": 1.0}}, ValueError, "is a mapping with clipping='flat'"),
+    "a bound less": (
         {"max_grad_norm": {"a": 1.0}, "clipping": "per_layer"},
         ValueError,
         r"lacks \['b'\] and names \[\]",
     ),
-    ({"max_grad_norm": jnp.ones(2)}, ValueError, r"max_grad_norm has shape \(2,\)"),
-    ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
-    ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0 is out of range"),
-    ({"key": 3}, TypeError, "key=3 is not one random key"),
-    ({"key": jax.random.split(jax.random.key(0), 2)}, TypeError, "is not one random key"),
-    ({"key": jax.random.key(0, impl="rbg")}, ValueError, "key is of the implementation 'rbg'"),
-    ({"trainable": {"a": True}}, ValueError, "trainable does not have the structure"),
-    ({"trainable": "all"}, TypeError, "trainable holds 'all', a str"),
-]
+    "two bounds": ({"max_grad_norm": jnp.ones(2)}, ValueError, r"has shape \(2,\)"),
+    "nan as bound": ({"max_grad_norm": np.nan}, ValueError, "=nan is not a number"),
+    "no bound": ({"max_grad_norm": jnp.float32(0)}, ValueError, "max_grad_norm=.*is out of range"),
+    "keys": ({"key": jax.random.split(jax.random.key(0))}, TypeError, "is not one random key"),
+    "rbg": ({"key": jax.random.key(0, impl="rbg")}, ValueError, "of the implementation 'rbg'"),
+}
 
 
-@pytest.mark.parametrize(("options", "error", "text"), OPTIONS)
-def test_wrong_options_are_refused(problem, options, error, text):
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_refused_by_their_fix(problem, name):
+    """A loss, options, or the second part of the batch."""
     params, x, y = problem
+    given, error, text = REFUSED[name]
+    options = {"max_grad_norm": 1.0} | (given if isinstance(given, dict) else {})
+    loss = given if callable(given) else loss_fn
     with pytest.raises(error, match=text):
-        dpj.clipped_grad_sum(loss_fn, params, x, y, **{"max_grad_norm": 1.0, **options})
+        dpj.clipped_grad_sum(loss, params, x, given if hasattr(given, "shape") else y, **options)
 
 
-@pytest.mark.parametrize("leaf", [jnp.arange(3), 3, True, jnp.ones(2, complex)])
-def test_leaves_that_cannot_be_trained_are_named(problem, leaf):
-    params, x, y = problem
-    params = {**params, "c": {"count": leaf}, "spare": jnp.ones(3)}
-    with pytest.raises(TypeError, match="The parameter 'c/count' is .*freeze it by trainable="):
-        dpj.per_sample_grads(loss_fn, params, x, y)
-    flags = {"a": True, "b": True, "c": False, "spare": True}
-    grads = dpj.per_sample_grads(loss_fn, params, x, y, trainable=flags)
-    assert grads["c"]["count"] is None
-    np.testing.assert_array_equal(grads["spare"], np.zeros((N, 3)))  # nobody uses it
+def test_text_is_no_batch_and_no_aux(problem):
+    with pytest.raises(ValueError, match="The batch holds no array"):
+        dpj.per_sample_grads(loss_fn, problem[0], "a", 3)
+    with pytest.raises(TypeError, match="returned 'text' in aux"):
+        dpj.per_sample_grads(lambda *given: (loss_fn(*given), "text"), *problem, has_aux=True)
 
 
 LABELS = np.arange(6, dtype="f")
@@ -285,23 +211,19 @@ LABELS = np.arange(6, dtype="f")
 
 @pytest.mark.parametrize(
     "labels",
-    [LABELS.tolist(), list(LABELS), LABELS[:, None].tolist(), {"y": (None, range(6))}, bytes(6)],
+    [list(LABELS), LABELS[:, None].tolist(), {"y": (None, range(6))}, bytes(6)],
     ids=lambda labels: type(labels).__name__,
 )
 def test_labels_that_are_no_array_are_refused(labels):
     """They are handed on whole: each example's loss would read the labels of all."""
-
-    def loss(p, x, y):
-        y = jax.tree.leaves(y) if isinstance(y, dict) else list(y)
-        return ((x @ p - jnp.asarray(y, "f").ravel()) ** 2).mean()
-
-    x = np.ones((6, 3), "f")
+    loss, x = lambda p, x, c: ((x @ p) ** 2).sum(), np.ones((6, 3), "f")  # noqa: E731
     with pytest.raises(TypeError, match="of 6 Python numbers, one for each example"):
         dpj.clipped_grad_sum(loss, jnp.ones(3), x, labels, max_grad_norm=1.0)
     for constant in ([0.5, 2.0], ("a",) * 6, 6.0, None):  # which are the same for every example
-        dpj.per_sample_norms(lambda p, x, c: ((x @ p) ** 2).sum(), jnp.ones(3), x, constant)
+        dpj.per_sample_norms(loss, jnp.ones(3), x, constant, check="off", method="loop")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_between_calls(problem):
     """known_failures 6: the same call twice, with another in between, gives the same."""
     params, x, y = problem

@@ -18,7 +18,10 @@ REARRANGED = {
 }
 
 
-@pytest.mark.parametrize("name", REARRANGED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "order F" else pytest.mark.slow) for n in REARRANGED],
+)
 def test_rearranged_weights_have_their_own_gradients(name):
     """77: a reshape in Fortran's order made a sum that points elsewhere (cosine 0.00)."""
     loss = lambda p, x: jnp.sum(jnp.tanh(x @ REARRANGED[name](p["w"])) ** 2)  # noqa: E731

@@ -28,33 +28,25 @@ def two_heads(p, ids):
     return jnp.sum(jnp.tanh(jnp.tanh(h @ p["e"].T) @ p["e"]) @ p["w"])
 
 
-def out_of_range(p, ids):
-    h = p["e"].at[ids + 20].get(mode="fill", fill_value=0.1) @ p["w"]
-    return jnp.sum(jnp.tanh(h @ p["e"].T))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [tied_head, two_heads, out_of_range])
-@pytest.mark.parametrize("method", ["book_keeping", "two_pass", "auto"])
-def test_tied_matrices_are_not_instantiated_and_match_the_loop(loss, method):
+@pytest.mark.parametrize("loss", [tied_head, two_heads])
+def test_tied_matrices_are_not_instantiated_and_match_the_loop(loss):
     with jax.enable_x64(True):
-        e, w = RNG.normal(size=(40, 30)), RNG.normal(size=(30, 30))
-        params = {"e": jnp.asarray(e / 3), "w": jnp.asarray(w / 3)}
-        ids = jnp.asarray(RNG.integers(0, 40, (70, 3)))
-        forms = [
-            u["form"] for u in dpj.explain(loss, params, ids)["uses"] if "e" in u["parameters"]
-        ]
-        assert set(forms) == {"pairs"}
-        assert len(forms) == (4 if loss is two_heads else 2)
+        e, w = RNG.normal(size=(40, 30)) / 3, RNG.normal(size=(30, 30)) / 3
+        params, ids = {"e": jnp.asarray(e), "w": jnp.asarray(w)}, RNG.integers(0, 40, (70, 3))
+        uses = dpj.explain(loss, params, ids)["uses"]
+        forms = [use["form"] for use in uses if "e" in use["parameters"]]
+        assert forms == ["pairs"] * (4 if loss is two_heads else 2)
         run = lambda method: dpj.clipped_grad_sum(  # noqa: E731
             loss, params, ids, max_grad_norm=1.0, method=method
         )
-        ours, truth = run(method), run("loop")
+        ours, truth = run("book_keeping"), run("loop")
         np.testing.assert_allclose(ours.norms, truth.norms, rtol=1e-10)
         for name in params:
             np.testing.assert_allclose(ours.grads[name], truth.grads[name], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_uses_that_cancel_are_formed_one_example_at_a_time(monkeypatch):
     """known_failures 51 across uses: two gradients of opposite sign leave a small rest."""
     w, a = arrays((300, 200), (4, 200))
@@ -65,13 +57,13 @@ def test_uses_that_cancel_are_formed_one_example_at_a_time(monkeypatch):
         return once - jnp.sum(((x + 1e-4 * jnp.cos(x * 1e5)) @ p["w"]) * a)
 
     norms = lambda method: dpj.per_sample_norms(loss, {"w": w}, x, method=method)  # noqa: E731
-    assert {u["form"] for u in dpj.explain(loss, {"w": w}, x)["uses"]} == {"pairs"}
     truth = norms("loop")
     np.testing.assert_allclose(norms("book_keeping"), truth, rtol=1e-3)
     monkeypatch.setattr(norms_module, "within_error", lambda estimates, accuracy, mask: {})
     assert np.nanmax(np.abs(norms("book_keeping") / truth - 1)) > 1e-2  # or a root of less than 0
 
 
+@pytest.mark.slow
 def test_a_tied_matrix_takes_less_memory_than_its_gradients():
     n, rows, width = 16, 3000, 64
     params = dict(zip("ew", arrays((rows, width), (width, width)), strict=True))

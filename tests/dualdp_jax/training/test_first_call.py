@@ -10,11 +10,9 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import dualdp_jax as dpj
-from dualdp import PrivacyPlan
+from tests.dualdp_jax.runs import make_plan, private
 
 N = 16
 traced = Counter()
@@ -25,28 +23,25 @@ def loss(params, x, y):
     return jnp.sum((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
 
 
-def run(method="auto", **options):
+def run(method="auto"):
     """A run of two steps, both checked."""
     rng = np.random.default_rng(0)
     params = {"a": rng.normal(size=(7, 90)), "b": rng.normal(size=(90, 30))}
     params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
     data = rng.normal(size=(N, 3, 7)).astype("f"), rng.normal(size=(N, 3, 30)).astype("f")
-    plan = PrivacyPlan(
-        num_examples=N, expected_batch_size=8, num_steps=2, noise_multiplier=1.0,
-        max_grad_norm=0.1, delta=1e-3, physical_batch_size=8, seed=1,
-        sampler="shuffle",
-    )  # fmt: skip
-    engine = dpj.PrivacyEngine()
-    step, state, loader = engine.make_private(
-        loss_fn=loss, params=params, optimizer=optax.sgd(0.1), data=data, plan=plan,
-        method=method, checks=1, **options,
-    )  # fmt: skip
+    given = {"expected_batch_size": 8, "physical_batch_size": 8, "num_steps": 2}
+    plan = make_plan(num_examples=N, max_grad_norm=0.1, sampler="shuffle", **given)
+    engine, step, state, loader = private(
+        loss_fn=loss, params=params, data=data, plan=plan, method=method, checks=1
+    )
     for batch in loader.remaining():
         state, _ = step(state, batch)
     return engine
 
 
-@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass", "materialize", "vmap"])
+@pytest.mark.parametrize(
+    "method", ["auto", *(pytest.param(m, marks=pytest.mark.slow) for m in ("two_pass", "vmap"))]
+)
 def test_the_loss_is_traced_twice_at_most(method):
     """Once for all programs; "vmap" and "loop" differentiate the user's own function."""
     traced.clear()

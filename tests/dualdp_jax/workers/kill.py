@@ -52,17 +52,9 @@ def main(folder, rank, kind):
 
 if __name__ == "__main__":
     rank, processes, address, folder, kind, victim, place, count = sys.argv[1:9]
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / f"compiled{rank}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.distributed.initialize(
-        address,
-        int(processes),
-        int(rank),
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=10,
-    )
+    launch.connect(address, int(processes), int(rank), seconds=10)
     if rank == victim:
         notes.die_at((place, int(count)))
     begun = time.monotonic()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 ROOT = Path(__file__).parents[3]
 _MARK = "report: "
 
@@ -53,19 +55,12 @@ def reports(
         start(name, rank, processes, address, *arguments, devices=devices, quickly=quickly)
         for rank in range(processes)
     ]
+    until = time.monotonic() + seconds
     try:
-        said = outputs(started, seconds)
+        wait = lambda: max(until - time.monotonic(), 0.1)  # noqa: E731
+        return [report(process.communicate(timeout=wait())[0]) for process in started]
     finally:
         end(started)
-    return [report(text) for text in said]
-
-
-def outputs(started: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """Standard output of processes that are to end within a time."""
-    until, texts = time.monotonic() + seconds, []
-    for process in started:
-        texts.append(process.communicate(timeout=max(until - time.monotonic(), 0.1))[0])
-    return texts
 
 
 def end(started: list[subprocess.Popen[str]]) -> None:
@@ -73,6 +68,20 @@ def end(started: list[subprocess.Popen[str]]) -> None:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def connect(address: str, processes: int, rank: int, seconds: int = 20) -> None:
+    """Become one of so many processes, of which one that is lost is noticed after `seconds`."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address,
+        processes,
+        rank,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=seconds,
+        shutdown_timeout_seconds=seconds,
+    )
 
 
 def free_port() -> int:

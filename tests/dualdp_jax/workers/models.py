@@ -25,18 +25,18 @@ def _loss(logits, label):
     return -jax.nn.log_softmax(logits)[..., label].mean()
 
 
-def mlp(act=jnp.tanh):
+def mlp():
     rng = np.random.default_rng(1)
     params = {"w": _draw(rng, 12, 16), "b": np.zeros(16), "v": _draw(rng, 16, CLASSES)}
     x, y = rng.normal(size=(N, 12)), rng.integers(0, CLASSES, N)
 
     def loss(p, x, y):
-        return _loss(act(x @ p["w"] + p["b"]) @ p["v"], y)
+        return _loss(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"], y)
 
     return params, loss, (x, y)
 
 
-def cnn(act=jnp.tanh):
+def cnn():
     rng = np.random.default_rng(2)
     params = {
         "k": _draw(rng, 3, 3, 1, 8) / 3,
@@ -48,7 +48,7 @@ def cnn(act=jnp.tanh):
     def convolved(x, kernel):
         names = ("NHWC", "HWIO", "NHWC")
         y = jax.lax.conv_general_dilated(x[None], kernel, (2, 2), "SAME", dimension_numbers=names)
-        return act(y[0])
+        return jnp.tanh(y[0])
 
     def loss(p, x, y):
         return _loss(convolved(convolved(x, p["k"]), p["l"]).reshape(-1) @ p["v"], y)
@@ -56,39 +56,29 @@ def cnn(act=jnp.tanh):
     return params, loss, (x, y)
 
 
-def gpt():
-    """One block, tied embeddings, next-word loss, dropout by key."""
+def words():
+    """Tied embeddings, next-word loss, dropout by key."""
     rng = np.random.default_rng(3)
-    params = {
-        "words": _draw(rng, WORDS, 16),
-        "places": _draw(rng, LENGTH, 16),
-        "qkv": _draw(rng, 16, 48),
-        "out": _draw(rng, 16, 16),
-        "up": _draw(rng, 16, 32),
-        "down": _draw(rng, 32, 16),
-        "scale": np.ones((2, 16)),
-    }
+    params = {"words": _draw(rng, WORDS, 16), "up": _draw(rng, 16, 16), "scale": np.ones(16)}
     ids = rng.integers(0, WORDS, (N, LENGTH + 1))
 
-    def norm(x, scale):
-        x = x - x.mean(-1, keepdims=True)
-        return scale * x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
-
     def loss(p, ids, key):
-        h = p["words"][ids[:-1]] + p["places"]
-        h = h * jax.random.bernoulli(key, 0.9, h.shape)
-        q, k, v = jnp.split(norm(h, p["scale"][0]) @ p["qkv"], 3, -1)
-        causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-        weights = jax.nn.softmax(jnp.where(causal, q @ k.T / 4, -jnp.inf))
-        h = h + weights @ v @ p["out"]
-        h = h + jax.nn.gelu(norm(h, p["scale"][1]) @ p["up"]) @ p["down"]
-        scores = jax.nn.log_softmax(h @ p["words"].T)
+        h = p["words"][ids[:-1]]
+        h = h * jax.random.bernoulli(key, 0.9, h.shape) * p["scale"]
+        scores = jax.nn.log_softmax(jnp.tanh(jnp.cumsum(h, 0) @ p["up"]) @ p["words"].T)
         return -jnp.take_along_axis(scores, ids[1:, None], 1).mean()
 
     return params, loss, (ids,)
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+def layers():
+    """The MLP, of two groups."""
+    params, loss, data = mlp()
+    nested = {"one": {"w": params["w"], "b": params["b"]}, "two": {"v": params["v"]}}
+    return nested, lambda p, x, y: loss(p["one"] | p["two"], x, y), data
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "words": words, "layers": layers}
 
 
 def mesh_of(shape, names=("data",), kind=AxisType.Auto):
@@ -108,11 +98,11 @@ def place(params, mesh, axis, dtype):
         sharding = NamedSharding(mesh, P(*spec))
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-    return {name: one(leaf) for name, leaf in params.items()}
+    return jax.tree.map(one, params)
 
 
 def plan(**changes):
-    sizes = {"num_examples": N, "expected_batch_size": 24, "num_steps": 50}
+    sizes = {"num_examples": N, "expected_batch_size": 24, "num_steps": 20}
     return make_plan(**sizes | {"delta": 1e-4, "seed": 5} | changes)
 
 
@@ -120,7 +110,7 @@ def arguments(model, mesh=None, split=None, dtype="float32", data_axes="data", *
     """Of `make_private`, on one device or on a mesh; spot checks compile programs of their own."""
     params, loss, data = model
     data = tuple(x.astype(dtype) if x.dtype.kind == "f" else x.astype("int32") for x in data)
-    placed = {name: jnp.asarray(leaf, dtype) for name, leaf in params.items()}
+    placed = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
     sharding = None
     if mesh is not None:
         placed = place(params, mesh, split, dtype)
@@ -136,9 +126,9 @@ def arguments(model, mesh=None, split=None, dtype="float32", data_axes="data", *
     } | changes
 
 
-def begin(model, *where, run=None, ledger=None, accountant=None, **changes):
+def begin(model, *where, run=None, ledger=None, **changes):
     """Engine, step, state, loader."""
-    engine = dpj.PrivacyEngine(accountant)
+    engine = dpj.PrivacyEngine()
     given = arguments(model, *where, **changes)
     return engine, *engine.make_private(plan=run or plan(), ledger=ledger, **given)
 

@@ -23,7 +23,7 @@ from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_
 from dualdp_jax.parallel.mesh import DataMesh, whole
 from dualdp_jax.parallel.process_group import Group
 from tests.dualdp_jax.runs import train
-from tests.dualdp_jax.workers import launch, models
+from tests.dualdp_jax.workers import launch
 from tests.dualdp_jax.workers.models import (
     BOUND,
     MODELS,
@@ -33,14 +33,10 @@ from tests.dualdp_jax.workers.models import (
     mesh_of,
     mlp,
     place,
+    plan,
 )  # fmt: skip
 
-RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[5])
-
-
-def plan(**changes):
-    """Twenty steps: the runs of one process in mesh.py take fifty."""
-    return models.plan(**{"num_steps": 20, **changes})
+RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[4])
 
 
 def everywhere():
@@ -61,20 +57,12 @@ def alone(model, dtype, **changes):
 
 def together(model, split=None, dtype="float32", ledger=None, **changes):
     expected = alone(model, dtype, **changes)
+    given = {"run": plan(**changes), "ledger": ledger, "checks": None if ledger else 0}
     with jax.enable_x64(dtype == "float64"):
-        engine, *run = begin(
-            MODELS[model](),
-            everywhere(),
-            split,
-            dtype,
-            run=plan(**changes),
-            ledger=ledger,
-            checks=None if ledger else 0,
-        )
-        state = train(*run)
-        found = distance(state.params, expected)
-    assert found <= BOUND[dtype], found
-    return engine, state
+        engine, *run = begin(MODELS[model](), everywhere(), split, dtype, **given)
+        assert distance(train(*run).params, expected) <= BOUND[dtype]
+    records_are_the_same(engine)
+    return engine
 
 
 def refused(kind, text):
@@ -92,38 +80,31 @@ def records_are_the_same(engine):
 
 def mlp_and_its_ledger():
     path = FOLDER / "mlp.ledger"
-    engine, _ = together("mlp", physical_batch_size=2, ledger=path)
+    engine = together("mlp", physical_batch_size=2, ledger=path)
     assert engine.ledger.path == (str(path) if RANK == 0 else None)
     assert engine.get_epsilon(delta=1e-4) == plan().epsilon()
-    records_are_the_same(engine)
     engine.detach()
     if RANK == 0:
         assert path.read_text() == engine.ledger.to_json()
     assert len(engine.ledger) == plan().num_steps
 
 
-def cnn_split():
-    together("cnn", "data")
-
-
-def gpt_in_float64():
-    together("gpt", "data", "float64")
+def words_in_float64():
+    together("words", "data", "float64")
 
 
 def sparse_batches_and_an_adaptive_bound():
     sparse = {"expected_batch_size": 3, "physical_batch_size": 1}
-    engine, _ = together("mlp", "data", max_grad_norm=AdaptiveNorm(0.3), **sparse)
-    records_are_the_same(engine)
+    engine = together("mlp", "data", max_grad_norm=AdaptiveNorm(0.3), **sparse)
     Group().require_same("the bound", engine.ledger.max_grad_norm)
 
 
 def fresh_bits_and_secure_noise():
     """Of batches and noise those of process 0 are taken."""
     for noise in ("fast", "secure"):
-        engine, *run = begin(
-            mlp(), everywhere(), "data", run=plan(seed=None, noise=noise, num_steps=3)
-        )
-        state = train(*run)
+        run = plan(seed=None, noise=noise, num_steps=3)
+        engine, *parts = begin(mlp(), everywhere(), "data", run=run)
+        state = train(*parts)
         Group().require_same("what was learned", float(whole(state.params["w"]).sum()))
         records_are_the_same(engine)
 
@@ -163,20 +144,14 @@ def users_are_those_of_one_device():
 
 def loops_of_ones_own_are_recorded():
     given = arguments(mlp(), everywhere())
-    engine = dpj.PrivacyEngine()
-    loader = engine.make_loader(
-        data=given["data"],
-        plan=plan(num_steps=4, seed=None),
-        data_sharding=given["data_sharding"],
-    )
+    sharding = {"data_sharding": given["data_sharding"]}
+    engine, run = dpj.PrivacyEngine(), plan(num_steps=4, seed=None)
+    loader = engine.make_loader(data=given["data"], plan=run, **sharding)
+    rolled = tuple(np.roll(part, RANK, 0) for part in given["data"])
     with refused(ValueError, "rows were compared differs on process 0 and on process 1"):
-        rolled = tuple(np.roll(part, RANK, 0) for part in given["data"])
-        dpj.PrivacyEngine().make_loader(
-            data=rolled, plan=plan(num_steps=4), data_sharding=given["data_sharding"]
-        )
+        dpj.PrivacyEngine().make_loader(data=rolled, plan=plan(), **sharding)
     assert len(loader) == 4
     assert engine.record(2) == range(2)
-    assert len(engine.ledger) == 2
     sums = place(mlp()[0], everywhere(), "data", "float32")
     mean = dpj.noisy_mean(sums, loader.plan, 0)
     Group().require_same("the noise", [float(whole(leaf).sum()) for leaf in mean.values()])
@@ -190,30 +165,26 @@ def loops_of_ones_own_are_recorded():
 
 
 def checkpoints_of_both_kinds():
-    mesh = everywhere()
-    for name in ("file", "folder"):
-        run = plan(num_steps=8, noise="portable")
-        engine, step, state, loader = begin(mlp(), mesh, "data", run=run)
+    for name, save, load in (
+        ("file", dpj.save_checkpoint, dpj.load_checkpoint),
+        ("folder", save_sharded_checkpoint, load_sharded_checkpoint),
+    ):
+        run, path = plan(num_steps=8, noise="portable"), FOLDER / f"run.{name}"
+        engine, step, state, loader = begin(mlp(), everywhere(), "data", run=run)
         state = train(step, state, loader, 3)
-        path = FOLDER / f"run.{name}"
-        save = dpj.save_checkpoint if name == "file" else save_sharded_checkpoint
-        load = dpj.load_checkpoint if name == "file" else load_sharded_checkpoint
         save(path, state=state, engine=engine)
         end, spent = train(step, state, loader), engine.get_epsilon(delta=1e-4)
         engine.detach()
-        given = arguments(mlp(), mesh, "data")
+        given = arguments(mlp(), everywhere(), "data")
         like = dpj.TrainState.create(given["params"], given["optimizer"])
         state, engine = load(path, like=like)
         assert state.params["w"].sharding == like.params["w"].sharding
-        step, state, loader = engine.resume(**given)
-        assert len(loader) == 5
-        again = train(step, state, loader)
+        again = train(*engine.resume(**given))
         for one, two in zip(jax.tree.leaves(end), jax.tree.leaves(again), strict=True):
             np.testing.assert_array_equal(whole(one), whole(two))
         assert engine.get_epsilon(delta=1e-4) > spent
         assert len(engine.ledger) == 8 + 5
         records_are_the_same(engine)
-        save(path, state=again, engine=engine)
         engine.detach()
 
 
@@ -221,37 +192,30 @@ def checkpoints_of_both_kinds():
 
 
 def disagreements_are_named_before_the_first_step():
-    mesh, rank = everywhere(), RANK
-    half = tuple(part[rank::2] for part in mlp()[2])
-    shifted = tuple(np.roll(part, rank, 0) for part in mlp()[2])
-    other = {**mlp()[0], "b": np.zeros(16) + rank}
-    start = lambda **changes: {**arguments(mlp(), mesh), "plan": plan(), **changes}  # noqa: E731
+    rank, model = RANK, mlp()
+    half = tuple(part[rank::2] for part in model[2])
+    shifted = tuple(np.roll(part, rank, 0) for part in model[2])
+    moved = {name: jnp.asarray(leaf + rank, jnp.float32) for name, leaf in model[0].items()}
+    with_key = lambda p, x, y, key=None: model[1](p, x, y)  # noqa: E731
     of_users = plan(unit="user", rows_per_unit=2, num_examples=29)
-    cases = [
+    taken = FOLDER / "taken.ledger"
+    taken.touch()
+    for text, changes in (
         ("the plan['noise_multiplier']", {"plan": plan(noise_multiplier=1.0 + rank)}),
-        ("the plan['accountant']", {"plan": plan(accountant=("rdp", "pld")[rank])}),
         ("the plan['seed']", {"plan": plan(seed=rank)}),
         ("the run['method']", {"method": ("vmap", "auto")[rank]}),
         ("of which 16 rows were compared", {"data": shifted}),
         ("the plan['num_examples']", {"data": half, "plan": plan(num_examples=len(half[0]))}),
-        ("the run['needs_key']", {"needs_key": bool(rank), "loss_fn": _with_key}),
+        ("the run['needs_key']", {"needs_key": bool(rank), "loss_fn": with_key}),
         ("users differs", {"users": np.roll(np.arange(203) // 7, rank), "plan": of_users}),
         ("the run['optimizer']", {"optimizer": (optax.sgd(0.1), optax.adam(0.1))[rank]}),
-    ]  # fmt: skip
-    for text, changes in cases:
-        with refused(ValueError, text):
-            dpj.PrivacyEngine().make_private(**start(**changes))
-    with refused(ValueError, "the first state differs on process 0 and on process 1"):
-        params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in other.items()}
-        dpj.PrivacyEngine().make_private(**start(params=params))
-    taken = FOLDER / "taken.ledger"
-    taken.touch()
-    with refused(FileExistsError, "taken.ledger exists"):
-        dpj.PrivacyEngine().make_private(**start(ledger=taken))
-
-
-def _with_key(p, x, y, key=None):
-    return mlp()[1](p, x, y)
+        ("the first state differs on process 0 and on process 1", {"params": moved}),
+        ("taken.ledger exists", {"ledger": taken}),
+    ):
+        with refused((ValueError, FileExistsError), text):
+            dpj.PrivacyEngine().make_private(
+                **{**arguments(model, everywhere()), "plan": plan(), **changes}
+            )
 
 
 def processes_at_different_places_are_told():
@@ -267,33 +231,25 @@ def meshes_of_some_processes():
     data_mesh = DataMesh.of(NamedSharding(own, P("data")))
     assert data_mesh.group is None
     engine = dpj.PrivacyEngine()
-    given = arguments(mlp()) | {"data_sharding": NamedSharding(own, P("data"))}
+    given = arguments(mlp(), data_sharding=NamedSharding(own, P("data")))
     end = train(*engine.make_private(plan=plan(num_steps=5), **given))
     assert distance(end.params, alone("mlp", "float32", num_steps=5)) <= 1e-5
 
 
-CHECKS = {
-    "runs": [
-        mlp_and_its_ledger, cnn_split, gpt_in_float64,
-        sparse_batches_and_an_adaptive_bound, fresh_bits_and_secure_noise,
-    ],
-    "words": [
-        each_process_reads_its_own_rows, users_are_those_of_one_device,
-        loops_of_ones_own_are_recorded, checkpoints_of_both_kinds,
-        disagreements_are_named_before_the_first_step, processes_at_different_places_are_told,
-        meshes_of_some_processes,
-    ],
-}  # fmt: skip
+CHECKS = [
+    mlp_and_its_ledger,
+    words_in_float64,
+    sparse_batches_and_an_adaptive_bound,
+    fresh_bits_and_secure_noise,
+    each_process_reads_its_own_rows,
+    users_are_those_of_one_device,
+    loops_of_ones_own_are_recorded,
+    checkpoints_of_both_kinds,
+    disagreements_are_named_before_the_first_step,
+    processes_at_different_places_are_told,
+    meshes_of_some_processes,
+]
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        sys.argv[3],
-        int(sys.argv[2]),
-        RANK,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=20,
-        shutdown_timeout_seconds=20,
-    )
-    launch.say(launch.checked(CHECKS[sys.argv[4]]))
+    launch.connect(sys.argv[3], int(sys.argv[2]), RANK)
+    launch.say(launch.checked(CHECKS))

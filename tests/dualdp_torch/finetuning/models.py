@@ -3,7 +3,6 @@
 
 import os
 import warnings
-from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -25,19 +24,22 @@ _T5 = {
     "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
     "num_heads": 4, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
 }  # fmt: skip
-#: Name -> class, configuration, options.
+#: Name -> class, configuration, options; modules of queries and values, second of a feed-forward.
 FAMILIES = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _SIZES),
-    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", _SIZES),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_SIZES, "head_dim": 4}),
-    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2, ["c_attn"], ["mlp.c_proj"]),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _SIZES, ["q_proj", "v_proj"], ["down_proj"]),
+    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", _SIZES, ["q_proj", "v_proj"], ["down_proj"]),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_SIZES, "head_dim": 4}, [], []),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5, ["q", "v"], ["wo"]),
 }
-#: Name -> modules that an adapter changes: queries and values, and the second of a feed-forward.
-_TARGETS = {
-    "gpt2": (["c_attn"], ["mlp.c_proj"]),
-    "t5": (["q", "v"], ["wo"]),
-    **dict.fromkeys(("llama", "qwen", "gemma"), (["q_proj", "v_proj"], ["down_proj"])),
+_LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0}
+#: Name -> configuration of peft and its options.
+ADAPTERS = {
+    "lora": ("LoraConfig", _LORA),
+    "dora": ("LoraConfig", {**_LORA, "use_dora": True}),
+    "ia3": ("IA3Config", {}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
 }
 
 
@@ -46,11 +48,13 @@ def model_of(family, *, adapter=None, is_checkpointed=False, seed=0):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind, config, options = FAMILIES[family]
+    kind, config, options = FAMILIES[family][:3]
     torch.manual_seed(seed)
     model = getattr(transformers, kind)(getattr(transformers, config)(**options))
-    if adapter is not None:
-        model = ADAPTERS[adapter](family, model)
+    if adapter == "bitfit":
+        _train_biases(model)
+    elif adapter is not None:
+        model = _adapted(adapter, family, model)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -59,15 +63,15 @@ def model_of(family, *, adapter=None, is_checkpointed=False, seed=0):
     return model.double().train()
 
 
-def _adapted(kind, options, family, model):
+def _adapted(adapter, family, model):
     import peft
 
-    attention, feedforward = _TARGETS[family]
+    kind, options = ADAPTERS[adapter]
+    attention, feedforward = FAMILIES[family][3:]
     options = {"task_type": "SEQ_2_SEQ_LM" if family == "t5" else "CAUSAL_LM", **options}
     if kind == "IA3Config":
-        options |= {
-            "target_modules": attention + feedforward, "feedforward_modules": feedforward,
-        }  # fmt: skip
+        options["target_modules"] = attention + feedforward
+        options["feedforward_modules"] = feedforward
     elif kind == "LoraConfig":
         options |= {"target_modules": attention, "fan_in_fan_out": family == "gpt2"}
     with warnings.catch_warnings():
@@ -75,24 +79,11 @@ def _adapted(kind, options, family, model):
         return peft.get_peft_model(model, getattr(peft, kind)(**options))
 
 
-def _bias_only(family, model):
+def _train_biases(model):
     """BitFit (Ben Zaken et al. 2022): biases, or, where a family has none, norms are trained."""
     has_bias = any(name.endswith("bias") for name, _ in model.named_parameters())
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("bias") if has_bias else "norm" in name)
-    return model
-
-
-_LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0}
-#: Name -> function of family and model that returns the model with a few trained parameters.
-ADAPTERS = {
-    "lora": partial(_adapted, "LoraConfig", _LORA),
-    "dora": partial(_adapted, "LoraConfig", {**_LORA, "use_dora": True}),
-    "ia3": partial(_adapted, "IA3Config", {}),
-    "prefix": partial(_adapted, "PrefixTuningConfig", {"num_virtual_tokens": 3}),
-    "prompt": partial(_adapted, "PromptTuningConfig", {"num_virtual_tokens": 3}),
-    "bitfit": _bias_only,
-}
 
 
 def responses(count, seed=1):
@@ -122,15 +113,13 @@ def log_probs_of(model, prompt, response):
 def gradients_of(model, losses):
     """Name -> (n, *shape), of a list of scalars by plain autograd."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: [] for name in named}
-    for loss in losses:
-        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        for (name, p), grad in zip(named.items(), grads, strict=True):
-            found[name].append(torch.zeros_like(p) if grad is None else grad)
-    return {name: torch.stack(grads) for name, grads in found.items()}
+    each = [
+        torch.autograd.grad(loss, list(named.values()), materialize_grads=True) for loss in losses
+    ]
+    return {name: torch.stack(grads) for name, *grads in zip(named, *each, strict=True)}
 
 
-def assert_equal(found, expected):
+def assert_equal(found, expected, dtype="float64"):
     """Gradients agree, per example and parameter, to 1e-10."""
     arrays = lambda grads: {name: grad.detach().numpy() for name, grad in grads.items()}  # noqa: E731
-    assert_grads_close(arrays(found), arrays(expected), "float64")
+    assert_grads_close(arrays(found), arrays(expected), dtype)

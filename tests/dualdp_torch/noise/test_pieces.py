@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from dualdp.plan.correlated import strategies
 from dualdp.randomness import grid_noise, threefry
 from dualdp_torch.noise import noise
-from dualdp_torch.noise.noise import Piece
+from dualdp_torch.noise.noise import Held, NoiseSource, Piece
 
 from .releases import plan, released
 
@@ -31,17 +32,36 @@ def pieces(rank, size):
     return sums, places
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
-def test_noise_of_pieces_is_that_of_the_whole(mode, size):
-    run, bits = plan(noise=mode, seed=None), bytes(range(64))
-    whole = released({name: total.clone() for name, total in SUMS.items()}, run, 3, bits=bits)
-    found = []
-    for rank in range(size):
-        sums, places = pieces(rank, size)
-        found.append(released(sums, run, 3, bits=bits, pieces=places))
+CORRELATED = {"sampler": "fixed_order", "num_examples": 500, "accountant": "pld"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"noise": "fast"}, 3),
+        ({"noise": "fast"}, 7),
+        ({"noise": "portable"}, 3),
+        ({"noise": "secure"}, 3),
+        ({**CORRELATED, "correlation": strategies.window([1.0, -0.5, 0.25])}, 2),
+        ({**CORRELATED, "correlation": strategies.band([2.0, 0.8, 0.3]), "noise": "portable"}, 2),
+        ({**CORRELATED, "correlation": strategies.blt(decays=[0.9], scales=[0.2])}, 3),
+    ],
+)
+def test_noise_of_pieces_is_that_of_the_whole(changes, size):
+    """Each process draws, and keeps of earlier steps, what its own pieces need."""
+    run, bits = plan(seed=None, **changes), [bytes([step] * 64) for step in range(4)]
+    steps, found = range(3, 4) if "correlation" not in changes else range(4), []
+    for rank in (None, *range(size)):
+        sums, places = pieces(rank, size) if rank is not None else (SUMS, None)
+        source = NoiseSource(run)
+        for step in steps:
+            mean = released(sums, run, step, source, bits=bits[step], pieces=places)
+        found.append(mean)
+        held = sum(len(row) for rows in (source.held or Held(0, 0, None, [])).kept for row in rows)
+        assert held <= 3 * sum(total.numel() for total in sums.values())
+    whole, *parts = found
     for name, mean in whole.items():
-        joined = torch.cat([part[name] for part in found])
+        joined = torch.cat([part[name] for part in parts])
         assert joined.dtype == mean.dtype
         assert torch.equal(joined, mean)
         assert not torch.equal(joined, SUMS[name].to(mean.dtype) / 50)

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpoints in the engine's forward: exact, and what they save is saved."""
 
-import copy
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.per_sample.capture import Capture
 from tests.dualdp_torch.checks import data, ids, randomise
-from tests.dualdp_torch.per_sample.test_usual_models import held_to_plain_autograd
-from tests.dualdp_torch.per_sample.test_vmap_and_loop import loss, trained
+from tests.dualdp_torch.per_sample.loops import (
+    classified,
+    held_to_plain_autograd,
+    loss,
+    recorded,
+    slow,
+    trained,
+    words,
+)
 
-N, T, WIDTH = 24, 5, 8
+T, WIDTH = 5, 8
 
 
 class Checkpointed(nn.Module):
@@ -32,6 +32,7 @@ class Checkpointed(nn.Module):
         self.blocks = nn.ModuleList([BLOCKS[kind](dropout) for _ in range(2)])
         if kind == "shared":
             self.blocks[1] = self.blocks[0]
+        randomise(self)
 
     def twice(self, block, x):
         """A checkpoint in a checkpoint, beside uses of the same weights."""
@@ -65,7 +66,7 @@ class Recurrent(nn.LSTM):
 class Scaled(nn.Module):
     """Parameters of its own, and a weight computed in the checkpoint."""
 
-    def __init__(self):
+    def __init__(self, dropout):
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
         self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
@@ -75,77 +76,39 @@ class Scaled(nn.Module):
 
 
 BLOCKS = {
-    "plain": feed_forward,
-    "shared": feed_forward,
-    "nested": feed_forward,
+    **dict.fromkeys(("plain", "shared", "nested"), feed_forward),
     "attention": attention,
     "recurrent": lambda dropout: Recurrent(WIDTH, WIDTH, batch_first=True),
-    "scaled": lambda dropout: Scaled(),
+    "scaled": Scaled,
 }
 
 
-def items():
-    return TensorDataset(ids(9, N, T), ids(3, N))
-
-
-@pytest.mark.parametrize("mode", ["auto", "two_pass", "loop"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("mode", ["auto", *slow("two_pass", "loop")])
+@pytest.mark.parametrize(
+    "kind", ["plain", "nested", *slow("shared", "attention", "recurrent", "scaled")]
+)
 def test_checkpointed_models_are_plain_autograd(kind, mode):
-    held_to_plain_autograd(randomise(Checkpointed(kind)), items(), loss("mean"), mode=mode)
+    held_to_plain_autograd(Checkpointed(kind), words(), loss(), mode=mode)
 
 
-@pytest.mark.parametrize("kind", ["plain", "nested", "scaled"])
-@pytest.mark.parametrize("method", ["auto", "two_pass", "materialize", "loop"])
-def test_two_forwards_before_one_backward(method, kind):
-    """Each is captured again by its own capture."""
-    model, words, others = (
-        randomise(Checkpointed(kind)).double(),
-        ids(9, 5, T),
-        ids(9, 5, T, seed=2),
-    )
-
-    def losses(model, words, others):
-        return (model(words) - 2 * model(others)).square().sum(1)
-
-    with dpt.record_per_sample(model, loss_reduction="sum", method=method) as record:
-        model(others).sum().backward()
-        model.zero_grad()
-        losses(model, words, others).sum().backward()
-    expected = dpt.per_sample_grads(losses, model, words, others, method="loop")
-    for name, grad in record.grads().items():
-        torch.testing.assert_close(grad, expected[name])
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("kind", ["plain", "nested"])
 def test_dropout_in_a_checkpoint_is_that_of_the_forward(kind, clipping):
-    model = randomise(Checkpointed(kind, dropout=0.3))
+    model, x, y = Checkpointed(kind, dropout=0.3), ids(9, 6, T), ids(3, 6)
     torch.manual_seed(1)
-    *_, (_, _, _, engine) = trained(model, items(), loss("mean"), mode="auto", clipping=clipping)
-    assert engine.ledger.last_check == 1
-    x, y = ids(9, 6, T), ids(3, 6)
+    list(trained(model, words(), loss(), mode="auto", clipping=clipping))
+    for method in ("auto", "two_pass", "materialize", "loop"):
+        options = {"clipping": clipping, "method": method, "check": "always"}
+        if (method, clipping) != ("two_pass", "per_layer"):  # refused
+            dpt.clipped_grad_sum(classified, model, x, y, max_grad_norm=0.1, **options)
     torch.manual_seed(2)
-    with dpt.record_per_sample(model, loss_reduction="sum", check="off") as record:
-        F.cross_entropy(model(x), y, reduction="sum").backward()
+    found = recorded(model, x, y, loss=classified, check="off").grads()
     model.zero_grad()
     torch.manual_seed(2)
-    F.cross_entropy(model(x), y, reduction="sum").backward()
+    classified(model, x, y).sum().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(record.grads()[name].sum(0), p.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_functional_calls_check_dropout_in_a_checkpoint():
-    model = randomise(Checkpointed("plain", dropout=0.3))
-    for method in ("auto", "two_pass", "materialize", "loop"):
-        found = dpt.clipped_grad_sum(
-            lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"),
-            model,
-            *(ids(9, 6, T), ids(3, 6)),
-            max_grad_norm=0.1,
-            method=method,
-            check="always",
-        )
-        assert bool(found.norms.isfinite().all())
+        torch.testing.assert_close(found[name].sum(0), p.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -155,11 +118,10 @@ def test_reentrant_checkpoints_are_refused_with_their_mending(mode):
     model.forward = lambda words: model.head(  # an input in the graph, as torch asks for it
         torch.tanh(checkpoint(model.blocks[0], model.table(words), use_reentrant=True)).mean(1)
     )
-    before = copy.deepcopy(model.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(UnsupportedLayerError, match="use_reentrant=False"):
-        list(trained(model, items(), loss("mean"), mode=mode))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+        list(trained(model, words(), loss(), mode=mode))
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_checkpoint_around_the_whole_model_is_refused():
@@ -185,16 +147,12 @@ def test_a_part_that_runs_otherwise_the_second_time_is_refused():
         def forward(self, x):
             return checkpoint(self.part, self.layers[2](x), use_reentrant=False)
 
-    model, x = Changing(), data(1, 6)  # one example: nothing is examined before
-    with (
-        pytest.raises(UnsupportedLayerError, match="called other layers when it ran again"),
-        dpt.record_per_sample(model, loss_reduction="sum"),
-    ):
-        model(x).sum().backward()
+    with pytest.raises(UnsupportedLayerError, match="called other layers when it ran again"):
+        recorded(Changing(), data(1, 6))  # one example: nothing is examined before
 
 
-def test_inputs_inside_a_checkpoint_are_not_held_before_the_backward():
-    model, held = Checkpointed("plain"), []
+def test_inputs_inside_a_checkpoint_are_not_held():
+    model = Checkpointed("plain")
     with dpt.record_per_sample(model, loss_reduction="sum", check="off") as record:
         out = model(ids(9, 6, T))
         uses = list(record._recorder.forwards[-1].uses)
@@ -202,34 +160,3 @@ def test_inputs_inside_a_checkpoint_are_not_held_before_the_backward():
         out.sum().backward()
         assert all(use.acts is not None for use in uses if use.held.keys() - use.rule.light)
     assert held == [False, *[True] * 6, False]  # table, two blocks of three layers, head
-
-
-def test_a_checkpointed_forward_leaves_nothing_in_memory():
-    model = Checkpointed("nested")
-    names = {id(p): name for name, p in model.named_parameters()}
-    with Capture(names) as capture:
-        total = model(ids(9, 6, T)).sum()
-    capture.backward(total, dict(model.named_parameters()))
-    graph, use = weakref.ref(total), weakref.ref(capture.uses[1])
-    del total, capture
-    gc.collect()
-    assert graph() is None
-    assert use() is None
-
-
-def test_checkpointing_of_hugging_face_is_exact():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": T, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = transformers.GPT2Config(vocab_size=9, **sizes, **tokens, **no_dropout)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-    def loop(model, batch):
-        return F.cross_entropy(model(input_ids=batch[0]).logits.transpose(1, 2), batch[0])
-
-    held_to_plain_autograd(model, items(), loop)

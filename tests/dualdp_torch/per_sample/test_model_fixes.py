@@ -6,11 +6,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from tests.dualdp_torch.checks import data, ids, randomise
+from tests.dualdp_torch.per_sample.loops import classified
 
 
 class Block(nn.Module):
@@ -28,16 +28,8 @@ class Block(nn.Module):
 
 def network(channels=12):
     """Norms at several depths."""
-    return randomise(
-        nn.Sequential(
-            Block(channels), nn.Flatten(), nn.Linear(channels * 16, 24), nn.BatchNorm1d(24)
-        )
-    )
-
-
-def losses(model, x, y):
-    """(n,)."""
-    return F.cross_entropy(model(x), y, reduction="none")
+    layers = nn.Flatten(), nn.Linear(channels * 16, 24), nn.BatchNorm1d(24)
+    return randomise(nn.Sequential(Block(channels), *layers))
 
 
 def test_batch_norm_becomes_group_norm_with_its_weights():
@@ -58,27 +50,25 @@ def test_batch_norm_becomes_group_norm_with_its_weights():
     assert fixed[3].bias.requires_grad
     assert dpt.validate(fixed) == []
     x, y = data(5, 3, 4, 4), ids(24, 5)
-    assert dpt.per_sample_norms(losses, fixed, x, y).isfinite().all()
+    assert dpt.per_sample_norms(classified, fixed, x, y).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("channels", "groups"), [(64, 32), (48, 24), (7, 1), (16, 8), (33, 11), (34, 17)]
-)
-def test_groups_divide_the_channels(channels, groups):
-    assert dpt.fix(nn.BatchNorm2d(channels)).num_groups == groups
-    assert dpt.fix(nn.BatchNorm2d(channels), num_groups=1).num_groups == 1
+GROUPS = {nn.BatchNorm2d: {64: 32, 48: 24, 7: 1, 34: 17}, nn.BatchNorm1d: {5: 1, 16: 2, 512: 32}}
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(5, 1), (16, 2), (512, 32)])
-def test_vectors_are_not_normalised_away(channels, groups):
-    fixed = dpt.fix(nn.BatchNorm1d(channels))
-    assert fixed.num_groups == groups
-    assert (fixed(data(3, channels)).abs() - 1).abs().mean() > 0.1
+@pytest.mark.parametrize("norm", GROUPS)
+def test_groups_divide_the_channels(norm):
+    """Of vectors, which would be normalised away, there are few."""
+    for channels, groups in GROUPS[norm].items():
+        fixed = dpt.fix(norm(channels))
+        assert fixed.num_groups == groups
+        assert dpt.fix(norm(channels), num_groups=1).num_groups == 1
+        if norm is nn.BatchNorm1d:
+            assert (fixed(data(3, channels)).abs() - 1).abs().mean() > 0.1
 
 
 def test_everything_else_of_a_norm_is_kept():
-    model = nn.BatchNorm3d(4, affine=False).double().eval()
-    fixed = dpt.fix(model)
+    fixed = dpt.fix(nn.BatchNorm3d(4, affine=False).double().eval())
     assert fixed.weight is None
     assert not fixed.training
     with_scale = dpt.fix(nn.BatchNorm2d(4).double())
@@ -91,12 +81,10 @@ def test_instance_norms_and_embeddings_are_fixed():
         nn.Embedding(5, 4, max_norm=1.0, scale_grad_by_freq=True),
         nn.InstanceNorm1d(3, track_running_stats=True, affine=True),
     )
-    fixed = dpt.fix(model)
-    assert dpt.validate(fixed) == []
+    fixed, x = dpt.fix(model), ids(5, 6, 3)
     assert len(dpt.validate(model)) == 2
-    x = ids(5, 6, 3)
-    out = fixed(x)
-    torch.testing.assert_close(out[:1], fixed(x[:1]))
+    assert dpt.validate(fixed) == []
+    torch.testing.assert_close(fixed(x)[:1], fixed(x[:1]))
     assert set(fixed.state_dict()) == {"0.weight", "1.weight", "1.bias"}
 
 
@@ -119,40 +107,37 @@ class NormAct(nn.BatchNorm2d):
 
 
 def test_a_subclass_that_goes_on_with_its_children_becomes_both():
-    own = NormAct(4)
-    with torch.no_grad():
-        own.weight.copy_(torch.arange(4.0))
+    own = randomise(NormAct(4))
     fixed = dpt.fix(nn.Sequential(nn.Conv2d(1, 4, 1), own))[1]
     assert [type(part) for part in fixed] == [nn.GroupNorm, nn.Identity, nn.ReLU]
     assert torch.equal(fixed[0].weight, own.weight)
-
-    class Plain(nn.BatchNorm1d):
-        """Nothing of its own."""
-
-    assert type(dpt.fix(Plain(16))) is nn.GroupNorm
+    assert type(dpt.fix(type("Plain", (nn.BatchNorm1d,), {})(16))) is nn.GroupNorm
 
 
-def test_what_cannot_be_fixed_is_refused_by_name():
-    with pytest.raises(UnsupportedLayerError, match=r"Own \(layer '1'\).*do it by hand"):
-        dpt.fix(nn.Sequential(nn.Conv2d(1, 2, 1), Own(2)))
-    with pytest.raises(UnsupportedLayerError, match="would be a constant. Expected nn.Identity"):
-        dpt.fix(nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)))
-    with pytest.raises(TypeError, match="model is a str"):
-        dpt.fix("model")
-    with pytest.raises(ValueError, match="num_groups=0"):
-        dpt.fix(nn.BatchNorm2d(3), num_groups=0)
+@pytest.mark.parametrize(
+    ("model", "options", "error", "match"),
+    [
+        (nn.Sequential(Own(2)), {}, UnsupportedLayerError, r"Own \(layer '0'\).*do it by hand"),
+        (nn.BatchNorm1d(1), {}, UnsupportedLayerError, "would be a constant. Expected nn.Identity"),
+        ("model", {}, TypeError, "model is a str"),
+        (nn.BatchNorm2d(3), {"num_groups": 0}, ValueError, "num_groups=0"),
+    ],
+)
+def test_what_cannot_be_fixed_is_refused_by_name(model, options, error, match):
+    with pytest.raises(error, match=match):
+        dpt.fix(model, **options)
 
 
 def test_opacus_names():
-    model = network()
-    errors = dpt.ModuleValidator.validate(model)
+    model, validator = network(), dpt.ModuleValidator
+    errors = validator.validate(model)
     assert [type(error) for error in errors] == [UnsupportedLayerError] * 2
     assert "layer '0.norm'" in str(errors[0])
     with pytest.raises(UnsupportedLayerError, match=r"layer '0.norm'.*Replace it by GroupNorm"):
-        dpt.ModuleValidator.validate(model, strict=True)
-    assert not dpt.ModuleValidator.is_valid(model)
-    assert dpt.ModuleValidator.is_valid(dpt.ModuleValidator.fix(model))
-    assert dpt.ModuleValidator.is_valid(dpt.ModuleValidator.fix_and_validate(model, num_groups=2))
+        validator.validate(model, strict=True)
+    assert not validator.is_valid(model)
+    assert validator.is_valid(validator.fix(model))
+    assert validator.is_valid(validator.fix_and_validate(model, num_groups=2))
 
 
 # ---------------------------------------------------------------------- the dry run
@@ -163,12 +148,12 @@ class Parts(nn.Module):
 
     def __init__(self, fault=None):
         super().__init__()
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.body, self.head, self.drop = nn.Linear(4, 3), nn.Linear(3, 3), nn.Dropout(0.5)
         self.register_buffer("seen", torch.zeros(3))
         self.fault = fault
 
     def forward(self, x):
-        x = self.body(x)
+        x = self.drop(self.body(x))
         if self.fault == "mixing":
             x = x - x.mean(0)
         if self.fault == "buffer":
@@ -176,35 +161,32 @@ class Parts(nn.Module):
         return x if self.fault == "unused" else self.head(x)
 
 
-def checked(fault):
-    """Findings about a model with this fault."""
-    return dpt.validate(randomise(Parts(fault)), loss_fn=losses, batch=(data(6, 4), ids(3, 6)))
-
-
 def test_the_dry_run_finds_what_modules_do_not_show():
-    assert checked(None) == []
-    (mixing,) = checked("mixing")
-    assert "depend on other examples" in str(mixing)
-    (buffer,) = checked("buffer")
-    assert "The buffer 'seen' changes in forward" in str(buffer)
-    assert buffer.fix
-    unused = checked("unused")
-    assert [finding.path for finding in unused] == ["head.weight", "head.bias"]
-    assert str(unused[0]).startswith("Parameter 'head.weight': no example of the batch reaches it")
-    assert [f.path for f in dpt.validate(network(), loss_fn=losses, batch=())] == ["0.norm", "3"]
-
-
-def test_the_dry_run_leaves_everything_as_it_was():
-    model = randomise(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)))
-    state = torch.get_rng_state()
-    assert dpt.validate(model, loss_fn=losses, batch=(data(6, 4), ids(3, 6))) == []
-    assert torch.equal(state, torch.get_rng_state())
-    assert model[0].weight.grad is None
+    """And leaves everything as it was."""
+    for fault, words in {
+        "mixing": "depend on other examples",
+        "buffer": "The buffer 'seen' changes in forward",
+        "unused": "Parameter 'head.weight': no example of the batch reaches it",
+        None: "",
+    }.items():
+        model, state = randomise(Parts(fault)), torch.get_rng_state()
+        found = dpt.validate(model, loss_fn=classified, batch=(data(6, 4), ids(3, 6)))
+        assert torch.equal(state, torch.get_rng_state())
+        assert not model.seen.any()
+        assert model.body.weight.grad is None
+        assert len(found) == {"unused": 2, None: 0}.get(fault, 1)
+        assert all(finding.fix for finding in found)
+        assert words in "".join(map(str, found))
 
 
 def test_a_dry_run_without_two_examples_is_refused():
-    with pytest.raises(ValueError, match="The batch holds 1 examples"):
-        dpt.validate(Parts(), loss_fn=losses, batch=(data(1, 4), ids(3, 1)))
+    """But for the modules, which are looked at first."""
+    findings = dpt.validate(network(), loss_fn=classified, batch=())
+    assert [finding.path for finding in findings] == ["0.norm", "3"]
     bad = torch.full((3, 4), float("nan"))
-    with pytest.raises(ValueError, match="Fewer than two losses of the batch are finite"):
-        dpt.validate(Parts(), loss_fn=losses, batch=(bad, ids(3, 3)))
+    for x, match in (
+        (data(1, 4), "The batch holds 1 examples"),
+        (bad, "Fewer than two losses of the batch are finite"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            dpt.validate(Parts(), loss_fn=classified, batch=(x, ids(3, len(x))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second pass of "two_pass" is the same network as the first, or its sum is not taken."""
+"""The second pass of "two_pass" is the same network as the first, or its sum is not taken (60)."""
 
 import random
 
@@ -14,24 +14,17 @@ from dualdp import UnsupportedLayerError
 from dualdp_torch.per_sample import call
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward
 from tests.dualdp_torch.checks import data
+from tests.dualdp_torch.per_sample.loops import size_of, squares
 
 N = 8
 
 
-def squares(model, x):
-    return model(x).flatten(1).square().sum(1)
-
-
 def largest_contribution(model, x, loss=squares):
     """Largest norm of what one example adds to the sum, in units of C; masks are another draw."""
-    bound, found = 0.01, []
-    for row in (None, *range(N)):
-        mask = None if row is None else torch.arange(N) == row
-        sums = dpt.clipped_grad_sum(
-            loss, model, x, max_grad_norm=bound, mask=mask, method="two_pass", check="off"
-        ).grads
-        found.append(torch.stack([g.double().norm() for g in sums.values()]).norm() / bound)
-    return float(max(found[1:]))
+    masks = [None, *(torch.arange(N) == row for row in range(N))]
+    options = {"max_grad_norm": 0.01, "method": "two_pass", "check": "off"}
+    found = [dpt.clipped_grad_sum(loss, model, x, mask=mask, **options).grads for mask in masks]
+    return max(map(size_of, found[1:])) / 0.01
 
 
 class Random(nn.Module):
@@ -64,23 +57,17 @@ class Random(nn.Module):
         return self.second(h.tanh() * self.mask(h.shape))
 
 
-KINDS = ("dropout", "torch generator", "random", "numpy", "own random", "own numpy", "no rule")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_numbers_are_those_of_the_first_pass(kind):
-    torch.manual_seed(0)
-    assert largest_contribution(Random(kind), 100 * data(N, 6)) <= 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_pass_is_taken_where_draws_can_be_repeated(kind, monkeypatch):
-    """Else this would be book-keeping under another name; what no rule covers goes through vmap."""
+@pytest.mark.parametrize(
+    "kind", ["dropout", "torch generator", "random", "numpy", "own random", "own numpy", "no rule"]
+)
+def test_random_numbers_are_those_of_the_first_pass(kind, monkeypatch):
+    """By a second pass; else this would be book-keeping under another name."""
     made, real = [], call.replace
     monkeypatch.setattr(
         dpt.per_sample.api, "replace", lambda c, **o: made.append(o) or real(c, **o)
     )
-    dpt.clipped_grad_sum(squares, Random(kind), data(N, 6), max_grad_norm=0.1, method="two_pass")
+    torch.manual_seed(0)
+    assert largest_contribution(Random(kind), 100 * data(N, 6)) <= 1
     assert not [options for options in made if options.get("method") == "book_keeping"]
 
 
@@ -90,52 +77,29 @@ SECRET = random.Random(1)
 class Hidden(Random):
     """Draws from a generator that no module holds, from the moment that the class has `draws`."""
 
-    draws = 0
+    draws, is_normalised = 0, False
 
     def mask(self, shape):
         draw = SECRET.random if self.draws else lambda: 0.0
         return torch.tensor([[draw() < 0.5 for _ in range(32)] for _ in range(shape[0])])
 
+    def forward(self, x):
+        out = super().forward(x)
+        return F.layer_norm(out, (3,)) if self.is_normalised else out
 
-def begin_to_draw(model, x, monkeypatch):
-    """After a first call, which would refuse it; a module that is set to draw is examined again."""
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_draws_that_can_not_be_repeated_are_told_by_the_losses(is_normalised, monkeypatch):
+    """Or by the smallest parameters, where a normalised output hides them from the losses."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(Hidden, "is_normalised", is_normalised)
+    x, model = 100 * data(N, 6), Hidden("hidden")
     dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0, method="two_pass")
-    monkeypatch.setattr(Hidden, "draws", 1)
-    return model
-
-
-def test_draws_that_can_not_be_repeated_are_told_by_the_losses(monkeypatch):
-    torch.manual_seed(0)
-    x = 100 * data(N, 6)
-    begun = Hidden("hidden")
-    begun.draws = 1
-    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
-        dpt.per_sample_norms(squares, begun, x)
-    assert largest_contribution(begin_to_draw(Hidden("hidden"), x, monkeypatch), x) <= 1
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_transformer_layers_with_dropout(p):
-    """Attention is captured as other functions, which draw their masks in the same order.
-
-    A normalised output has the same squares whatever the masks are: losses alone would not tell.
-    """
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=p, batch_first=True)
-    weights = data(16)
-    x = data(N, 5, 16)
-    assert largest_contribution(layer, x) <= 1
-    assert largest_contribution(layer, x, lambda m, x: (m(x) @ weights).sum(1)) <= 1
-
-
-def test_masks_that_the_losses_hide_are_told_by_the_smallest_parameters(monkeypatch):
-    class Normalised(Hidden):
-        def forward(self, x):
-            return F.layer_norm(super().forward(x), (3,))
-
-    torch.manual_seed(0)
-    x = 100 * data(N, 6)
-    assert largest_contribution(begin_to_draw(Normalised("hidden"), x, monkeypatch), x) <= 1
+    monkeypatch.setattr(Hidden, "draws", 1)  # after a first call, which would refuse it
+    assert largest_contribution(model, x) <= 1
+    if not is_normalised:
+        with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+            dpt.per_sample_norms(squares, Hidden("hidden"), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a first call finds out and later calls use: memory and proofs."""
+"""What a first call finds out and later calls use: memory."""
 
 from unittest import mock
 
@@ -12,31 +12,28 @@ from dualdp_torch.per_sample import call
 from dualdp_torch.rules import base, conv_forms
 from tests import reference
 from tests.dualdp_torch.checks import data, randomise
+from tests.dualdp_torch.per_sample.loops import recorded
 
 loss_fn = reference.loss_fn
 
 
 def test_the_device_bounds_the_memory_when_nobody_else_does(monkeypatch):
-    free, sizes = [2**40], []
-
-    def loss(model, x):
-        sizes.append(len(x))
-        return loss_fn(model, x)
-
+    sizes, x = [], data(64, 64)
+    loss = lambda m, x: sizes.append(len(x)) or loss_fn(m, x)  # noqa: E731
     wide = randomise(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
-    x = data(64, 64)
-    monkeypatch.setattr(call, "free_memory", lambda device: free[0])
-    whole = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+
+    def clipped(free):
+        monkeypatch.setattr(call, "free_memory", lambda device: free)
+        return dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize").grads
+
+    whole = clipped(2**40)
     assert sizes[-1] == 64
-    free[0] = 1 << 20
-    dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+    clipped(1 << 20)
     assert sizes[-1] == 64, "too little for the device to be asked"
     monkeypatch.setattr(call, "SURELY_FREE", 0)
     sizes.clear()
-    pieces = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+    torch.testing.assert_close(clipped(1 << 20), whole)
     assert 1 < max(sizes) < 32  # about 35,000 bytes each
-    for name, grad in whole.grads.items():
-        torch.testing.assert_close(pieces.grads[name], grad)
 
 
 LAYERS = {
@@ -63,22 +60,15 @@ def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
 
     monkeypatch.setattr(module, function, watch)
     monkeypatch.setitem(conv_forms.FORMS, "folded", watch)
-
-    def clipped():
-        with dpt.record_per_sample(model, loss_reduction="sum") as record:
-            loss_fn(model, x).sum().backward()
-        return record.clipped_sum(max_grad_norm=0.5)
-
     with mock.patch.dict(base.FORCED, convolution="folded"):
-        expected = clipped()
+        expected = recorded(model, x, loss=loss_fn).clipped_sum(max_grad_norm=0.5)
         assert max(formed) == 9
         formed.clear()
         monkeypatch.setattr(base, "SURELY_FREE", 4 * 4 * numbers)
         monkeypatch.setattr(base, "free_memory", lambda device: 0)
-        found = clipped()
+        found = recorded(model, x, loss=loss_fn).clipped_sum(max_grad_norm=0.5)
     assert formed == [4, 4, 1]
-    for name, total in found.items():
-        torch.testing.assert_close(total, expected[name])
+    torch.testing.assert_close(found, expected)
 
 
 def test_free_memory_is_that_of_the_machine(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random options and shapes of the layers whose rules have the most of them."""
+"""Forms of a convolution's gradients: random options and shapes, frames, chunks."""
 
 from unittest import mock
 
@@ -11,43 +11,34 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp_torch.rules import conv, conv_forms
+from dualdp_torch.rules.conv_forms import FORMS
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
-few = hypothesis.settings(max_examples=40)
+CONVOLVE = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 
 @st.composite
 def convolutions(draw):
     """A convolution of one to three axes, and the shape of one example."""
-    axes = draw(st.integers(1, 3))
-    groups = draw(st.sampled_from([1, 2, 3]))
-    channels = groups * draw(st.integers(1, 3))
-    out = groups * draw(st.integers(1, 3))
-    kernel = tuple(draw(st.integers(1, 3)) for _ in range(axes))
-    dilation = tuple(draw(st.integers(1, 2)) for _ in range(axes))
-    stride = tuple(draw(st.integers(1, 3)) for _ in range(axes))
-    padding = tuple(draw(st.integers(0, 2)) for _ in range(axes))
-    mode = draw(st.sampled_from(["zeros", "circular", "replicate"]))
+    axes, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
+    channels, out = (groups * draw(st.integers(1, 3)) for _ in range(2))
+
+    def sizes(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(axes))
+
+    kernel, dilation = sizes(1, 3), sizes(1, 2)
+    options = {"stride": sizes(1, 3), "padding": sizes(0, 2), "dilation": dilation}
+    options |= {"groups": groups, "bias": draw(st.booleans())}
+    options["padding_mode"] = draw(st.sampled_from(["zeros", "circular", "replicate"]))
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    size = tuple(max(r, 2) + draw(st.integers(0, 5)) for r in reach)
+    size = (max(r, 2) + more for r, more in zip(reach, sizes(0, 5), strict=True))
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-    layer = kind(
-        channels,
-        out,
-        kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        bias=draw(st.booleans()),
-        padding_mode=mode,
-    )
-    return layer, (channels, *size)
+    return kind(channels, out, kernel, **options), (channels, *size)
 
 
 @pytest.mark.slow
-@few
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(convolutions(), st.integers(2, 5), st.booleans())
 def test_convolutions(case, n, is_first):
     layer, shape = case
@@ -56,30 +47,24 @@ def test_convolutions(case, n, is_first):
     assert_exact(model, data(n, *shape), methods=FAST)
 
 
-@pytest.mark.slow
-@few
-@hypothesis.given(
-    st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),
-    st.integers(2, 4),
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.booleans(),
-    st.booleans(),
-    st.integers(1, 2),
-)
-def test_recurrent_layers(kind, n, steps, width, hidden, bias, both, layers):
-    rnn = kind(width, hidden, layers, bias=bias, bidirectional=both, batch_first=True)
-
-    class Outputs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = rnn
-
-        def forward(self, x):
-            return self.rnn(x)[0]
-
-    assert_exact(randomise(Outputs()), data(n, steps, width), methods=FAST)
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(convolutions(), st.integers(1, 5))
+def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
+    """Of single inputs, and of two frames of each example."""
+    layer, shape = case
+    x, is_flat = data(n, *shape), len(shape) < 4
+    options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+    g = torch.randn_like(CONVOLVE[len(shape) - 2](x, layer.weight, **options))
+    options["shape"] = layer.weight.shape
+    one, two = (FORMS["folded"](a, b, **options) for a, b in ((x, g), (x.flip(0), 2 * g)))
+    frames = torch.stack([x, x.flip(0)], 1), torch.stack([g, 2 * g], 1)
+    for name, wide in (("folded", 7), ("unfold", 7), ("crb", 7), ("crb", 1))[: 4 if is_flat else 1]:
+        with mock.patch.object(conv_forms, "WIDE", wide):
+            found = FORMS[name](x, g, **options)
+            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
+            if name != "unfold":
+                found = FORMS[name](*frames, **options)
+                torch.testing.assert_close(found, one + two, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -98,52 +83,22 @@ def test_scripted_models_are_right(how):
         torch.testing.assert_close(dpt.per_sample_norms(loss, model, x, method=method), expected)
 
 
-@few
-@hypothesis.given(convolutions(), st.integers(1, 5))
-def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
-    from dualdp_torch.rules.conv_forms import FORMS
-
-    layer, shape = case
-    axes = len(shape) - 1
-    x = data(n, *shape)
-    options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-    g = torch.randn_like(
-        (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes - 1](
-            x, layer.weight, **options
-        )
-    )
-    expected = FORMS["folded"](x, g, shape=layer.weight.shape, **options)
-    for name in ("unfold", "crb") if axes < 3 else ():
-        found = FORMS[name](x, g, shape=layer.weight.shape, **options)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    units = (x, g), (x.flip(0), 2 * g)
-    frames = [torch.stack(parts) for parts in zip(*units, strict=True)]
-    each = [FORMS["folded"](*unit, shape=layer.weight.shape, **options) for unit in units]
-    expected = torch.stack(each).sum(1)
-    for name, wide in (("folded", 7), ("crb", 7), ("crb", 1)) if axes < 3 else (("folded", 7),):
-        with mock.patch.object(conv_forms, "WIDE", wide):
-            found = FORMS[name](*frames, shape=layer.weight.shape, **options)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("few", [0, 1 << 20])
 @pytest.mark.parametrize(
-    "layer",
+    ("few", "layer"),
     [
-        nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2)),
-        nn.Conv2d(3, 4, 4, padding="same"),
-        nn.Conv2d(8, 6, 2, groups=2),
-        nn.Conv1d(3, 5, 3, stride=2, padding=1),
-        nn.Conv1d(6, 5, 1),
+        (1 << 20, nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2))),
+        (0, nn.Conv2d(3, 4, 4, padding="same")),
+        (1 << 20, nn.Conv2d(3, 4, 4, padding="same")),
+        (1 << 20, nn.Conv2d(8, 6, 2, groups=2)),
+        (1 << 20, nn.Conv1d(3, 5, 3, stride=2, padding=1)),
     ],
     ids=str,
 )
 def test_convolutions_whose_sum_is_one_product(monkeypatch, layer, few):
     monkeypatch.setattr(conv, "FEW", few)
-    shape = (3, layer.in_channels, 4, 4)[: len(layer.weight.shape)]
-    summed = []
-    patches = conv.patches
+    summed, patches = [], conv.patches
     monkeypatch.setattr(conv, "patches", lambda *x, **o: (summed.append(x), patches(*x, **o))[1])
+    shape = (3, layer.in_channels, 4, 4)[: len(layer.weight.shape)]
     assert_exact(randomise(nn.Sequential(layer, nn.Tanh())), data(*shape), methods=FAST)
     assert bool(summed) == bool(few and layer.groups == 1)
 
@@ -153,8 +108,6 @@ def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
     acts, grads_out, shape = data(n, 2, 5, 5), data(n, 4, 3, 3, seed=2), torch.Size((4, 2, 3, 3))
     whole = conv_forms.by_folding(acts, grads_out, shape=shape)
     monkeypatch.setattr(conv_forms, "_at_once", lambda *_: 2)
-    chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
-    assert whole.shape == (n, *shape)
-    torch.testing.assert_close(whole, chunks)
     both = conv_forms.by_folding(acts, grads_out, shape=shape, has_bias=True)
+    assert whole.shape == (n, *shape)
     torch.testing.assert_close(both, (whole, grads_out.sum((2, 3))))

@@ -3,7 +3,6 @@
 
 import gc
 import io
-import os
 import pickle
 
 import numpy as np
@@ -12,10 +11,9 @@ import torch
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from dualdp import AccountingError
-from dualdp.plan.correlated import filters, strategies
-from dualdp.randomness import bits as core_bits
+from dualdp.plan.correlated import strategies
 from dualdp_torch.noise.noise import NoiseSource
+from tests.closeness import lower_toeplitz
 from tests.dualdp_torch.checkpoint.test_single_file import begin, load, parts
 from tests.dualdp_torch.loop import plan as small
 
@@ -59,7 +57,7 @@ def expected(name, like, start=0, **changes):
     drawn = [dpt.noisy_mean(sums, free, step) for step in range(start, STEPS)]
     drawn = [SIZE * np.concatenate([v.double().flatten() for v in d.values()]) for d in drawn]
     scale = plan(name).sensitivity / free.sensitivity
-    noise = scale * filters.matrix(STRATEGIES[name].inverse(STEPS - start)) @ np.stack(drawn)
+    noise = scale * lower_toeplitz(STRATEGIES[name].inverse(STEPS - start)) @ np.stack(drawn)
     return dict(enumerate(noise, start))
 
 
@@ -70,30 +68,23 @@ def assert_noise(found, wanted):
 
 
 @each
-def test_the_noise_of_a_run_is_that_of_its_strategy(name):
-    model, optimizer, loader = parts("sgd")
-    engine, _, _, loader = begin(plan(name), (model, optimizer, loader))
-    found = noises(engine, model, optimizer, loader.remaining())
+def test_the_noise_of_a_run_is_that_of_its_strategy(name, tmp_path):
+    """And after a resume that of the strategy from its beginning."""
+    path, (model, *_) = tmp_path / "run.safetensors", parts("sgd")
+    whole = begin(plan(name), parts("sgd"))
+    found = noises(*whole[:3], whole[3].remaining(), path, save_at=2)
     assert list(found) == list(range(STEPS))
     assert_noise(found, expected(name, model))
-    assert engine.get_epsilon() == pytest.approx(plan(name).epsilon())
-
-
-@each
-def test_the_noise_of_a_resumed_run_is_that_of_its_strategy(name, tmp_path):
-    path, model = tmp_path / "run.safetensors", parts("sgd")[0]
-    whole = begin(plan(name), parts("sgd"))
-    first = noises(*whole[:3], whole[3].remaining(), path, save_at=2)
-    assert_noise(first, expected(name, model))
+    assert whole[0].get_epsilon() == pytest.approx(plan(name).epsilon())
     whole[0].detach()
     again = load(path, parts("sgd"))
-    second = noises(*again[:3], again[3].remaining())
-    assert list(second) == [2, 3, 4, 5]
-    assert_noise(second, expected(name, model, start=2))
+    found = noises(*again[:3], again[3].remaining())
+    assert list(found) == [2, 3, 4, 5]
+    assert_noise(found, expected(name, model, start=2))
 
 
 @each
-def test_noise_that_was_drawn_is_in_nothing_that_is_saved_or_shown(name, tmp_path):
+def test_noise_that_was_drawn_is_in_nothing_saved_or_shown(name, tmp_path):
     """The rows of a recursion and the z of a step, in files, states, pickles and reprs."""
     path, run = tmp_path / "run.safetensors", plan(name, seed=None)
     engine, model, optimizer, loader = begin(run, parts("sgd"))
@@ -111,25 +102,3 @@ def test_noise_that_was_drawn_is_in_nothing_that_is_saved_or_shown(name, tmp_pat
         assert secret.abs().max() > 0
         assert not any(secret[:3].numpy().tobytes() in text for text in shown)
     assert "Held" not in f"{engine!r} {vars(engine)} {run!r} {vars(run)}"
-
-
-@each
-def test_a_loop_of_ones_own_gets_the_noise_of_its_record(name, monkeypatch):
-    """Without a seed: `noisy_mean` for each step on record, once."""
-    run, given = plan(name, seed=None), []
-    monkeypatch.setattr(
-        core_bits, "fresh_bits", lambda size=64: given.append(os.urandom(size)) or given[-1]
-    )
-    engine = dpt.PrivacyEngine()
-    engine.make_loader(data_loader=parts()[2], plan=run)
-    zeros, found = {"w": torch.zeros(20)}, []
-    for step in range(STEPS):
-        engine.record()
-        found.append(SIZE * dpt.noisy_mean(zeros, run, step)["w"].double().numpy())
-        with pytest.raises(AccountingError, match="whose noise is still to be drawn"):
-            dpt.noisy_mean(zeros, run, step)
-    monkeypatch.setattr(core_bits, "seeded_bits", lambda seed, purpose, step: given[step - STEPS])
-    free = plan(None)
-    z = [SIZE * dpt.noisy_mean(zeros, free, t)["w"].double().numpy() for t in range(STEPS)]
-    wanted = filters.matrix(STRATEGIES[name].inverse(STEPS)) @ np.stack(z) * run.sensitivity
-    np.testing.assert_allclose(np.stack(found), wanted / free.sensitivity, rtol=0, atol=1e-5)

@@ -8,13 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -23,30 +21,17 @@ from torch.utils.data import (
 )
 
 import dualdp_torch as dpt
-from dualdp import AccountingError, get_epsilon
+from dualdp import get_epsilon
 from dualdp.randomness import SegmentBits
 from dualdp_torch.training import loader as planned
 from dualdp_torch.training.loader import Data, PlannedLoader
-from tests.dualdp_torch.checks import data
-from tests.dualdp_torch.loop import (
-    NUM,
-    assert_by_hand,
-    build,
-    dataset,
-    first_batch,
-    plan,
-    start,
-    train,
-)
-
-# JAX, which other tests bring into this process, warns of every fork.
-forks = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+from tests.dualdp_torch.loop import NUM, assert_by_hand, build, dataset, plan, start, train
+from tests.dualdp_torch.training.runs import Open, end_of, fit, forks
 
 
 def with_loader(loader, **options):
     """An engine around this loader."""
-    model, optimizer, _ = build()
-    return start((model, optimizer, loader), **options)
+    return start((*build()[:2], loader), **options)
 
 
 def drawn(run, start, stop):
@@ -55,18 +40,6 @@ def drawn(run, start, stop):
 
 
 # ---------------------------------------------------------------------- items
-
-
-def options_of(monkeypatch):
-    """Options of each `DataLoader` that is made from now on."""
-    made = []
-
-    def seen(*arguments, **options):
-        made.append(options)
-        return DataLoader(*arguments, **options)
-
-    monkeypatch.setattr(planned, "DataLoader", seen)
-    return made
 
 
 class Pair(NamedTuple):
@@ -92,37 +65,34 @@ class Items(Dataset):
             "namedtuple": Pair(x, y),
             "nested": (x, [y, (y, "text")]),
             "none": (x, None, y),
+            "tensor": torch.cat([x, y[None]]),
         }[self.form]
 
 
 def with_none(rows):
     """Stacks tensors; None stays."""
-    return tuple(
-        None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
-    )
+    return [None if c[0] is None else torch.stack(c) for c in zip(*rows, strict=True)]
 
 
-#: Form -> (collate function, batch -> (x, y)).
-FORMS = {
-    "dict": (None, lambda b: (b["in"]["x"], b["y"])),
-    "namedtuple": (None, lambda b: (b.x, b.y)),
-    "nested": (None, lambda b: (b[0], b[1][1][0])),
-    "none": (with_none, lambda b: (b[0], b[2])),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rate", [12, 0.2], ids=["plain", "first draw empty"])
-def test_items_of_any_form(form, rate):
-    """known_failures 48."""
-    collate, parts_of = FORMS[form]
+@pytest.mark.parametrize(
+    ("form", "rate", "parts_of"),
+    [
+        ("dict", 0.2, lambda b: (b["in"]["x"][: len(b["text"])], b["y"])),
+        ("namedtuple", 12, lambda b: (b.x, b.y)),
+        ("nested", 12, lambda b: (b[0], b[1][1][0])),
+        ("none", 0.2, lambda b: (b[0], b[2])),
+        ("tensor", 12, lambda b: (b[:, :6], b[:, 6].long())),
+    ],
+)
+def test_items_of_any_form(form, rate, parts_of):
+    """known_failures 48; at the small rate the first draw is empty."""
     run = plan(expected_batch_size=rate, num_steps=8)
     assert len(run.batch_indices(0)) == 0 or rate == 12
+    collate = with_none if form == "none" else None
     loader = DataLoader(Items(form), batch_size=12, collate_fn=collate)
     engine, model, optimizer, loader = with_loader(loader, plan=run)
     for batch in loader:
         x, y = parts_of(batch)
-        assert form != "dict" or len(batch["text"]) == len(x)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert_by_hand(model, run)
@@ -136,39 +106,17 @@ def test_workers_keep_the_order_of_the_plan(persistent):
         dataset(), batch_size=12, num_workers=2, persistent_workers=persistent, prefetch_factor=3
     )
     _, model, optimizer, loader = with_loader(loader, plan=plan())
-    for x, y, _ in itertools.islice(loader, 2):  # leaves the workers in the middle
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, itertools.islice(loader, 2))  # leaves the workers in the middle
     assert train(model, optimizer, loader) == drawn(plan(), 2, 6)
     assert_by_hand(model, plan())
 
 
-@forks
 def test_options_of_the_loader_are_kept(monkeypatch):
-    loader = DataLoader(
-        dataset(),
-        batch_size=12,
-        num_workers=1,
-        timeout=60,
-        collate_fn=lambda rows: {"x": torch.stack([r[0] for r in rows]), "note": "kept"},
-    )
-    _, model, optimizer, loader = with_loader(loader, plan=plan(num_steps=2))
-    made = options_of(monkeypatch)
-    for batch in loader:
-        assert batch["note"] == "kept"
-        model(batch["x"]).square().mean().backward()
-        optimizer.step()
-    assert made[0]["timeout"] == 60
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_pinned_memory_is_asked_for(monkeypatch):
-    _, model, optimizer, loader = with_loader(
-        DataLoader(dataset(), batch_size=12, pin_memory=True), plan=plan(num_steps=1)
-    )
-    made = options_of(monkeypatch)
-    assert train(model, optimizer, loader) == drawn(plan(), 0, 1)
-    assert made[0]["pin_memory"]
+    made, options = [], {"worker_init_fn": print, "pin_memory": True, "collate_fn": len}
+    _, _, _, loader = with_loader(DataLoader(dataset(), 12, **options), plan=plan())
+    monkeypatch.setattr(planned, "DataLoader", lambda *a, **o: made.append(o) or o["batch_sampler"])
+    assert [items for _, items in loader.of_steps(0, 1)] == drawn(plan(), 0, 1)
+    assert options.items() <= made[0].items()
 
 
 def test_a_pass_leaves_the_users_random_numbers_alone():
@@ -179,43 +127,38 @@ def test_a_pass_leaves_the_users_random_numbers_alone():
     assert np.array_equal(numpy_state, np.random.get_state()[1])  # noqa: NPY002
 
 
-@pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
-@pytest.mark.parametrize("value", [float("nan"), 1e30])
+@pytest.mark.parametrize(
+    ("mode", "value"), [("auto", float("nan")), ("ghost", float("nan")), ("functorch", 1e30)]
+)
 def test_a_masked_row_changes_nothing(mode, value):
     """An empty draw shows the loop row 0, whatever it holds."""
-    run, models = plan(expected_batch_size=0.01, num_steps=3), []
-    for first in (None, value):
+    run, ends = plan(expected_batch_size=0.01, num_steps=3), []
+    for first in (1.0, value):
         x, y, _ = (t.clone() for t in dataset().tensors)
-        x[0] = x[0] if first is None else first
-        engine, model, optimizer, loader = with_loader(
-            DataLoader(TensorDataset(x, y), batch_size=12), plan=run, grad_sample_mode=mode
-        )
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        x[0] *= first
+        loader = DataLoader(TensorDataset(x, y), batch_size=12)
+        engine, *parts = with_loader(loader, plan=run, grad_sample_mode=mode)
+        fit(*parts, lambda model, x, y: F.cross_entropy(model(x), y))
         assert len(engine.ledger) == 3
-        models.append(model)
-    for one, other in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(one, other)
+        ends.append(end_of(parts[0]))
+    assert torch.equal(*ends)
 
 
 # ---------------------------------------------------------------------- samplers
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("size", "changes"),
     [
-        {"sampler": "truncated_poisson", "max_batch_size": 13},
-        {"sampler": "fixed_size", "neighboring_relation": "replace"},
-        {"sampler": "balls_in_bins"},
-        {"sampler": "balls_in_bins", "epochs_per_assignment": 2},
-        {"sampler": "shuffle"},
-        {"sampler": "fixed_order"},
-        {"sampler": "cyclic_poisson", "min_separation": 2},
+        (5, {"sampler": "truncated_poisson", "max_batch_size": 13}),
+        (None, {"sampler": "fixed_size", "neighboring_relation": "replace"}),
+        (5, {"sampler": "balls_in_bins"}),
+        (None, {"sampler": "balls_in_bins", "epochs_per_assignment": 2}),
+        (5, {"sampler": "shuffle"}),
+        (None, {"sampler": "fixed_order"}),
+        (5, {"sampler": "cyclic_poisson", "min_separation": 2}),
     ],
-    ids=lambda changes: changes["sampler"],
 )
-@pytest.mark.parametrize("size", [None, 5])
 def test_every_sampler_of_a_plan(changes, size):
     run = plan(**changes, num_steps=5, accountant="pld")
     engine, model, optimizer, loader = start(plan=run)
@@ -229,25 +172,18 @@ def test_every_sampler_of_a_plan(changes, size):
 
 
 def test_without_poisson_sampling_nothing_is_amplified():
-    engine, model, optimizer, loader = start(
-        noise_multiplier=4.0, max_grad_norm=1.0, poisson_sampling=False
+    """known_failures 12."""
+    numbers = {"noise_multiplier": 4.0, "max_grad_norm": 1.0}
+    engine, model, optimizer, loader = start(**numbers, poisson_sampling=False)
+    assert sorted(row for part in train(model, optimizer, loader) for row in part) == list(
+        range(NUM)
     )
-    seen = [row for part in train(model, optimizer, loader) for row in part]
-    assert sorted(seen) == list(range(NUM))
-    amplified, *_ = start(noise_multiplier=4.0, max_grad_norm=1.0, poisson_sampling=True)
-    assert engine.plan.sampler == "shuffle"
-    assert amplified.plan.sampler == "poisson"
+    amplified, *_ = start(**numbers, poisson_sampling=True)
+    assert (engine.plan.sampler, amplified.plan.sampler) == ("shuffle", "poisson")
     whole = get_epsilon(
         noise_multiplier=4.0, sample_rate=1.0, num_steps=1, delta=1e-5, accountant="rdp"
     )
     assert engine.get_epsilon(delta=1e-5) == pytest.approx(whole)
-
-
-class Stream(IterableDataset):
-    """A stream of examples."""
-
-    def __iter__(self):
-        return iter(dataset())
 
 
 class Scaled(DataLoader):
@@ -257,59 +193,38 @@ class Scaled(DataLoader):
         return ((x / 2, *others) for x, *others in super().__iter__())
 
 
+ROWS = dataset()
+ORDER, AGAIN = SequentialSampler(ROWS), RandomSampler(ROWS, replacement=True)
+WEIGHTED = BatchSampler(WeightedRandomSampler([1.0] * NUM, NUM), 4, False)
+
+
 @pytest.mark.parametrize(
-    ("loader", "error", "match"),
+    ("loader", "match"),
     [
-        (lambda: DataLoader(Stream(), batch_size=4), TypeError, "Stream, which can't be drawn"),
-        (lambda: Scaled(dataset(), batch_size=4), ValueError, "Scaled with an __iter__ of its own"),
-        (
-            lambda: DataLoader(dataset(), sampler=SubsetRandomSampler(range(5)), batch_size=4),
-            ValueError,
-            "draws by SubsetRandomSampler",
-        ),
-        (
-            lambda: DataLoader(
-                dataset(), sampler=RandomSampler(dataset(), replacement=True), batch_size=4
-            ),
-            ValueError,
-            "draws by RandomSampler",
-        ),
-        (
-            lambda: DataLoader(
-                dataset(),
-                batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * NUM, NUM), 4, False),
-            ),
-            ValueError,
-            "draws by WeightedRandomSampler",
-        ),
-        (
-            lambda: DataLoader(dataset(), batch_sampler=[[0, 1], [2, 3]]),
-            ValueError,
-            "draws by list",
-        ),
-        (
-            lambda: DataLoader(dataset(), batch_size=None),
-            ValueError,
-            "draws by SequentialSampler with batch_size=None",
-        ),
-        (lambda: [1, 2], TypeError, "data_loader is a list"),
-        (lambda: DataLoader(dataset(30), batch_size=4), ValueError, "30 examples but the plan has"),
+        (Scaled(ROWS, batch_size=4), "Scaled with an __iter__ of its own"),
+        (DataLoader(ROWS, 4, sampler=SubsetRandomSampler(range(5))), "draws by SubsetRandomSample"),
+        (DataLoader(ROWS, 4, sampler=AGAIN), "draws by RandomSampler"),
+        (DataLoader(ROWS, batch_sampler=WEIGHTED), "draws by WeightedRandomSampler"),
+        (DataLoader(ROWS, batch_sampler=[[0, 1], [2, 3]]), "draws by list"),
+        (DataLoader(dataset(30), 4), "30 examples but the plan has"),
     ],
 )
-def test_other_loaders_are_refused(loader, error, match):
+def test_other_loaders_are_refused(loader, match):
+    """known_failures 13; what is no loader: tests/backends/test_mistakes.py."""
     model, optimizer, _ = build()
-    with pytest.raises(error, match=match):
-        start((model, optimizer, loader()), plan=plan())
+    with pytest.raises(ValueError, match=match):
+        start((model, optimizer, loader), plan=plan())
     assert not model._forward_hooks
 
 
 def test_a_batch_sampler_says_the_batch_size():
-    loader = DataLoader(
-        dataset(), batch_sampler=BatchSampler(SequentialSampler(dataset()), 20, False)
-    )
+    loader = DataLoader(ROWS, batch_sampler=BatchSampler(ORDER, 20, False))
     engine, *_, private = with_loader(loader, noise_multiplier=1.0, max_grad_norm=1.0)
     assert engine.plan.expected_batch_size_at(0) == 20
     assert len(private) == 3
+    loader = DataLoader(ROWS, batch_size=100)  # of more than there are
+    engine, *_ = with_loader(loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    assert engine.plan.expected_batch_size_at(0) == NUM
 
 
 # ---------------------------------------------------------------------- physical batches
@@ -319,106 +234,47 @@ def test_length_is_true_and_batches_are_the_plans():
     """known_failures 46."""
     run = plan(physical_batch_size=4)
     _, model, optimizer, loader = start(plan=run)
-    announced, during = len(loader), []
-    rows = []
-    for x, y, row in loader:
-        F.cross_entropy(model(x), y).backward()
+    lengths, rows = [len(loader)], []
+    for x, y, own in loader:
+        F.cross_entropy(model(x), y).backward()  # without zero_grad
         optimizer.step()
-        rows += row.tolist()
-        during.append(len(loader))
-    assert set(during) == {announced}
-    assert len(during) == announced > 6
+        assert len(x) <= 4
+        rows += own.tolist()
+        lengths.append(len(loader))
+    assert {*lengths, len(loader)} == {len(lengths) - 1}
     assert rows == [row for step in drawn(run, 0, 6) for row in step]
-    assert len(loader) == announced
+    assert_by_hand(model, run)
 
 
-def test_make_private_takes_the_physical_size():
-    engine, model, optimizer, loader = start(
-        noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch_size=3
-    )
-    announced = len(loader)
-    rows = train(model, optimizer, loader)
-    assert len(rows) == announced > 5
-    assert max(map(len, rows)) <= 3
-    assert len(engine.ledger) == 5
-    assert engine.plan.physical_batch_size == 3
-
-
-def test_wrong_arguments_of_the_memory_manager_are_refused():
-    *_, optimizer, loader = start(plan=plan())
-    with pytest.raises(TypeError, match="data_loader is a DataLoader. Expected the loader that"):
-        dpt.BatchMemoryManager(
-            data_loader=build()[2], max_physical_batch_size=4, optimizer=optimizer
-        )
+def test_a_physical_size_is_positive():
     with pytest.raises(ValueError, match="max_physical_batch_size=0"):
-        dpt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=0, optimizer=optimizer)
+        start(plan=plan())[3].limited(0)
 
 
 def test_an_old_pass_cannot_go_on_after_a_new_one_began():
-    _, model, optimizer, loader = start(plan=plan())
-    old, x, y = first_batch(loader)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    new, x, y = first_batch(loader)
+    run = Open()
+    run.step()
+    old, run.batches = run.batches, iter(run.loader)
+    run.x, run.y, _ = next(run.batches)
     with pytest.raises(RuntimeError, match="another one began, and examples would count"):
         next(old)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    new.close()
+    run.step()
 
 
 # ---------------------------------------------------------------------- the budget
 
 
-def target(**options):
-    """An open-ended run that may spend as much as 7 steps do."""
-    spent = plan(num_steps=7).epsilon()
-    return start(
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-        target_epsilon=spent * 1.001,
-        target_delta=1e-5,
-        **options,
-    )
-
-
-def test_a_spent_budget_stops_the_loader():
-    engine, model, optimizer, loader = target(on_budget="stop")
-    lengths = []
-    for _ in range(3):
-        lengths.append(len(loader))
-        train(model, optimizer, loader)
-    assert len(engine.ledger) == 7
-    assert lengths == [5, 2, 2]
+def test_an_open_ended_run_ends_with_its_budget():
+    """Its target is what 7 steps spend; the other way: tests/backends/test_engine.py."""
+    target = {"target_epsilon": plan(num_steps=7).epsilon() * 1.001, "target_delta": 1e-5}
+    numbers = {"noise_multiplier": 0.8, "max_grad_norm": 0.5, "on_budget": "stop"}
+    engine, model, optimizer, loader = start(**numbers, **target)
+    lengths = [(len(loader), len(train(model, optimizer, loader))) for _ in range(3)]
+    assert lengths == [(5, 5), (2, 2), (2, 0)]
     assert engine.get_epsilon() <= engine.plan.target_epsilon
 
 
-def test_a_spent_budget_raises():
-    engine, model, optimizer, loader = target()
-    train(model, optimizer, loader)
-    for x, y, _ in loader:
-        F.cross_entropy(model(x), y).backward()
-        if len(engine.ledger) == 7:
-            break
-        optimizer.step()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(AccountingError, match="step=7 would exceed target_epsilon=.*7 releases"):
-        optimizer.step()
-    assert len(engine.ledger) == 7
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, old)
-
-
-def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
-    model = nn.Linear(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(data(NUM, 6), batch_size=12)
-    engine, model, optimizer, loader = start((model, optimizer, loader), plan=plan(num_steps=2))
-    for batch in loader:
-        x = batch[0] if isinstance(batch, list | tuple) else batch
-        model(x).mean().backward()
-        optimizer.step()
-    assert len(engine.ledger) == 2
+# ---------------------------------------------------------------------- several processes
 
 
 def place(rank, size):
@@ -426,8 +282,7 @@ def place(rank, size):
     return SimpleNamespace(rank=rank, size=size)
 
 
-@pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "size"), [(2, None), (4, 2), (2, 2)])
 def test_shares_are_the_batch_cut_in_pieces(ranks, size):
     """Every example once, on one process, and as many physical batches on each."""
     run = plan(expected_batch_size=2, physical_batch_size=size)
@@ -437,22 +292,20 @@ def test_shares_are_the_batch_cut_in_pieces(ranks, size):
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1
-    seen = {step: [] for step in range(6)}
-    for share in shares:
-        assert [draw.step for draw in share if draw.is_last] == list(range(6))
-        for draw in share:
-            assert len(draw.indices) == len(draw.mask) >= 1
-            kept = np.array(draw.indices)[draw.mask.numpy()]
-            assert size is None or len(kept) <= size
-            seen[draw.step] += kept.tolist()
+    seen, draws = {step: [] for step in range(6)}, [draw for share in shares for draw in share]
+    assert [draw.step for draw in draws if draw.is_last] == [*range(6)] * ranks
+    for draw in draws:
+        assert len(draw.indices) == len(draw.mask) >= 1
+        assert draw.mask.any() or draw.indices == [0]
+        kept = np.array(draw.indices)[draw.mask.numpy()]
+        assert len(kept) <= (size or NUM)
+        seen[draw.step] += kept.tolist()
+    assert not all(draw.mask.any() for draw in draws)
     for step, rows in seen.items():
         assert sorted(rows) == run.batch_indices(step).tolist()
-    empty = [draw for share in shares for draw in share if not draw.mask.any()]
-    assert empty
-    assert all(draw.indices == [0] for draw in empty)
 
 
-class Noisy(torch.utils.data.Dataset):
+class Noisy(Dataset):
     """Rows that are drawn anew whenever they are asked for."""
 
     def __len__(self):
@@ -466,9 +319,67 @@ class Noisy(torch.utils.data.Dataset):
 def test_workers_of_other_processes_draw_other_numbers():
     """Augmentation in worker processes, whose seeds come from the plan."""
     own = Data.of(DataLoader(Noisy(), batch_size=12, num_workers=1), 1, None, None)
-    first, bits = [], SegmentBits(None)
-    for rank in (0, 1, 1):
-        batches = PlannedLoader(own, plan(), bits, None, place(rank, 2))
-        first.append(next(batches.of_steps(0, 1))[1][0])
-    assert not torch.equal(first[0], first[1])
-    assert torch.equal(first[1], first[2])
+    bits = SegmentBits(None)
+    one, two, same = (
+        next(PlannedLoader(own, plan(), bits, None, place(rank, 2)).of_steps(0, 1))[1][0]
+        for rank in (0, 1, 1)
+    )
+    assert not torch.equal(one, two)
+    assert torch.equal(two, same)
+
+
+# ---------------------------------------------------------------------- a loop of one's own
+
+
+def own_loop(**changes):
+    """The loader of a run, to the end of its plan."""
+    made = DataLoader(ROWS, batch_size=12)
+    return dpt.PrivacyEngine().make_loader(data_loader=made, plan=plan(**changes)).remaining()
+
+
+def chunk_sum(chunk, **options):
+    model = torch.nn.Linear(6, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return dpt.clipped_grad_sum(
+        lambda model, x, *_: model(x).square().sum(1), model, *chunk.args, **options
+    ).grads
+
+
+def test_an_empty_draw_adds_nothing_without_its_mask_too():
+    """Its one row of padding was an example that nobody drew."""
+    seen = set()
+    for batch in own_loop(expected_batch_size=1, num_steps=30):
+        for chunk in batch.chunks:
+            own = chunk_sum(chunk, max_grad_norm=0.5)["weight"]
+            assert torch.equal(own, chunk_sum(chunk, max_grad_norm=0.5, mask=chunk.mask)["weight"])
+            assert bool(own.any()) == bool(chunk.mask.any())
+            seen.add(bool(own.any()))
+    assert seen == {True, False}
+
+
+def test_loops_beside_each_other_do_not_meet():
+    """known_failures 98: two bounds, and a call on other rows beside the open loops."""
+    bounds = 2.0, 0.5
+    for batches in zip(*(own_loop(max_grad_norm=bound) for bound in bounds), strict=True):
+        for bound, (chunk,) in zip(bounds, (batch.chunks for batch in batches), strict=True):
+            most = bound * len(chunk.mask) * (1 + 1e-4)
+            assert chunk_sum(chunk, max_grad_norm=bound)["weight"].norm() <= most
+            with pytest.raises(ValueError, match="max_grad_norm=25.0 came for a chunk"):
+                chunk_sum(chunk, max_grad_norm=25.0)
+            other = SimpleNamespace(args=(torch.ones(len(chunk.mask), 6),))
+            assert chunk_sum(other, max_grad_norm=25.0)["weight"].norm() > most
+
+
+def test_a_larger_bound_than_that_of_the_noise_is_refused():
+    (chunk,) = next(iter(own_loop())).chunks
+    with pytest.raises(ValueError, match="max_grad_norm=25.0 came for a chunk of engine.make_loa"):
+        chunk_sum(chunk, max_grad_norm=25.0)
+    for bound in (0.5, torch.tensor(0.5), 0.1):
+        chunk_sum(chunk, max_grad_norm=bound)
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+def test_indices_are_those_of_the_chunks(physical):
+    """As on JAX: (indices, mask) of each step, whole also where chunks are smaller."""
+    found = list(own_loop(num_steps=4, physical_batch_size=physical).indices())
+    assert [indices[mask].tolist() for indices, mask in found] == drawn(plan(), 0, 4)

@@ -11,7 +11,6 @@ from dualdp.accountants.pld import single_step_log_delta
 from dualdp.accountants.pld_engine import pairs
 from dualdp.accountants.pld_engine.composition import Window
 from dualdp.accountants.pld_engine.pairs import Subsampled, Term
-from dualdp.accountants.solve import get_epsilon
 from tests.dualdp.accountants.lower import lower, lower_curve
 from tests.dualdp.accountants.pld_engine.test_composition import upper_curve
 
@@ -30,7 +29,9 @@ def group(size, sigma, rate, steps):
     return made
 
 
-@pytest.mark.parametrize("size", [2, 16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 64))]
+)
 @pytest.mark.parametrize("run", MIXTURES)
 def test_bounds_of_a_group_meet(run, size):
     *settings, delta = run
@@ -39,12 +40,6 @@ def test_bounds_of_a_group_meet(run, size):
     assert below <= MIXTURES[run][size] <= 1.003 * upper  # 0.003: the width of the peer's lattice
     assert below <= upper <= 1.001 * below
     assert upper <= made.get_epsilon(delta=delta) <= 1.0015 * below
-
-
-def test_a_group_of_one_is_an_example():
-    run = {"noise_multiplier": 2.0, "sample_rate": 0.01, "num_steps": 200, "delta": 1e-5}
-    assert get_epsilon(**run, group_size=1) == get_epsilon(**run)
-    assert get_epsilon(**run) == pytest.approx(0.26914727923322523, rel=1e-12)
 
 
 def _family_delta(family, epsilon, flipped, below=False):

@@ -9,13 +9,11 @@ from scipy.linalg import toeplitz
 from scipy.optimize import minimize
 
 from dualdp import correlated
-from dualdp.plan.correlated import optimise as module
-from dualdp.plan.correlated.optimise import Problem, optimise
+from dualdp.plan.correlated.optimise import optimise
 from tests.dualdp.plan.correlated.test_sensitivity import of_entries
+from tests.mistakes import refused
 
-RNG = np.random.default_rng(7)
 SIZES = {"window": "bands", "band": "bands", "blt": "buffers"}
-SCHEMAS = [(1, 1), (6, 3), (2, 5)]
 
 
 def best(family, size, num_steps, **more):
@@ -28,45 +26,6 @@ def loss(strategy, n, b=1, k=1, workload=None, objective="mean"):
     return error(n, workload) * strategy.sensitivity(n, b, k) ** 2
 
 
-def problem(n, b, k, workload, objective):
-    source, error = module.error_of(workload, n, objective)
-    return Problem(source, error, b, k)
-
-
-WORKLOADS = {
-    "prefix sums": (None, "mean"),
-    "largest": (None, "max"),
-    "momentum": (correlated.workload(20, momentum=0.8), "max"),
-    "its mean": (correlated.workload(20, momentum=0.5), "mean"),
-}
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize(("b", "k"), SCHEMAS)
-def test_losses_and_gradients(name, b, k):
-    """The loss is that of the methods, and its gradient that of finite differences."""
-    n, (workload, objective) = 20, WORKLOADS[name]
-    given = problem(n, b, k, workload, objective)
-    weights = np.array([1.0, -0.5, -0.1, -0.07])
-    falling = np.array([1.0, 0.7, 0.5, 0.3, 0.2])
-    buffers = np.array([0.9, 0.3, 0.2, 0.3])
-    for function, point, strategy in (
-        (lambda w: module.window_loss(w, given), weights, correlated.window(weights)),
-        (lambda w: module.band_loss(w, given), falling, correlated.band(falling)),
-        (
-            lambda w: module.blt_loss(w[:2], w[2:], given),
-            buffers,
-            correlated.blt(decays=buffers[:2], scales=buffers[2:]),
-        ),
-    ):
-        value, gradient = function(point)
-        expected = math.log(loss(strategy, n, b, k, workload, objective))
-        np.testing.assert_allclose(value, expected, rtol=1e-12)
-        steps = 1e-5 * np.eye(len(point))
-        slopes = [(function(point + h)[0] - function(point - h)[0]) / 2e-5 for h in steps]
-        np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-8)
-
-
 def dense_loss(c, b, k):
     """Mean error of prefix sums times squared sensitivity, by matrices and all patterns."""
     matrix = toeplitz(c, np.zeros(len(c)))
@@ -75,7 +34,7 @@ def dense_loss(c, b, k):
 
 
 @pytest.mark.parametrize(("family", "size"), [("window", 3), ("band", 3), ("blt", 1)])
-@pytest.mark.parametrize(("b", "k"), [(1, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("b", "k"), [(1, 1), (4, 2)])
 def test_no_search_finds_better(family, size, b, k):
     """Nelder-Mead from random starts, with the loss from its definition."""
     n = 9
@@ -139,23 +98,13 @@ def test_limits(family):
     )
 
 
-def test_a_workload_of_its_own_is_fitted_best():
-    n = 40
-    heavy_ball = correlated.workload(n, momentum=0.9)
-    for family in SIZES:
-        plain, fitted = best(family, 2, n), best(family, 2, n, workload=heavy_ball)
-        assert loss(fitted, n, workload=heavy_ball) < loss(plain, n, workload=heavy_ball)
-        assert loss(plain, n) < loss(fitted, n)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_bad_input_is_refused():
+    for changed, words in (
         ({"family": "dense"}, "family='dense' is unknown. Expected one of band, blt, window"),
         ({"num_steps": 0}, "num_steps=0 is out of range"),
-        ({"bands": None}, r"bands=None and buffers=None for family='band'. Expected bands="),
-        ({"buffers": 2}, r"bands=3 and buffers=2 for family='band'. Expected bands= and not"),
-        ({"family": "blt"}, r"for family='blt'. Expected buffers= and not"),
+        ({"bands": None}, "bands=None and buffers=None for family='band'. Expected bands="),
+        ({"buffers": 2}, "bands=3 and buffers=2 for family='band'. Expected bands= and not"),
+        ({"family": "blt"}, "for family='blt'. Expected buffers= and not"),
         ({"bands": 0}, "bands=0 is out of range"),
         ({"min_separation": 0}, "min_separation=0 is out of range"),
         ({"max_participations": 0}, "max_participations=0 is out of range"),
@@ -163,9 +112,15 @@ def test_a_workload_of_its_own_is_fitted_best():
         ({"workload": [1.0]}, r"workload has shape \(1,\)"),
         ({"workload": np.zeros(6)}, "workload holds zeros only"),
         ({"workload": np.full(6, np.nan)}, "workload holds a number that is not finite"),
-        ({"workload": np.tri(6)}, r"workload has shape \(6, 6\)"),
-    ],
-)
-def test_bad_input_is_refused(changed, message):
-    with pytest.raises(ValueError, match=message):
-        optimise(**{"family": "band", "num_steps": 6, "bands": 3, **changed})
+    ):
+        given = {"family": "band", "num_steps": 6, "bands": 3, **changed}
+        refused(lambda: optimise(**given), ValueError, words)  # noqa: B023
+
+
+def test_a_workload_of_its_own_is_fitted_best():
+    n = 40
+    heavy_ball = correlated.workload(n, momentum=0.9)
+    for family in SIZES:
+        plain, fitted = best(family, 2, n), best(family, 2, n, workload=heavy_ball)
+        assert loss(fitted, n, workload=heavy_ball) < loss(plain, n, workload=heavy_ball)
+        assert loss(plain, n) < loss(fitted, n)

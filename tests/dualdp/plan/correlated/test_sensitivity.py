@@ -115,13 +115,6 @@ def test_long_runs_keep_to_a_bound_that_is_cheap(monkeypatch):
     assert ours(both, 2, None, "fixed") >= of_entries(both, 2, None, "fixed")
 
 
-def test_gaps_longer_than_the_run_cost_nothing():
-    """No array of min_separation entries is made."""
-    for pattern in sensitivity.PATTERNS:
-        found = correlated.bisr(bands=3).sensitivity(20, 2**50, None, pattern)
-        assert found == correlated.bisr(bands=3).sensitivity(20)
-
-
 def test_the_column_norm_is_not_the_row_norm():
     """known_failures 21: rows of unit norm, noise calibrated for columns."""
     c = correlated.square_root()

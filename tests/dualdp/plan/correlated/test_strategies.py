@@ -4,6 +4,7 @@
 import json
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from scipy.linalg import toeplitz
@@ -11,6 +12,7 @@ from scipy.linalg import toeplitz
 import dualdp
 from dualdp import correlated
 from dualdp.plan.correlated import strategies
+from tests.mistakes import refused
 
 FAMILIES = {
     "identity": correlated.identity(),
@@ -70,19 +72,15 @@ def test_published_values():
 
 def test_buffers_close_to_one_are_exact():
     """Decays whose polynomial has no accurate roots; the truth in 50 digits."""
-    mpmath = pytest.importorskip("mpmath")
     decays, scales = [1 - 1e-9, 1 - 2e-9, 1 - 1e-6, 0.999], [1e-5, 2e-5, 1e-4, 1e-3]
     n = 300
     with mpmath.workdps(50):
-        c = [mpmath.mpf(1)]
-        c += [
-            sum(mpmath.mpf(s) * mpmath.mpf(d) ** j for d, s in zip(decays, scales, strict=True))
-            for j in range(n - 1)
-        ]
+        pairs = [(mpmath.mpf(s), mpmath.mpf(d)) for d, s in zip(decays, scales, strict=True)]
+        c = [mpmath.mpf(1), *(sum(s * d**j for s, d in pairs) for j in range(n - 1))]
         w = [mpmath.mpf(1)]
         for j in range(1, n):
             w.append(-sum(c[i] * w[j - i] for i in range(1, j + 1)))
-        truth = np.array([float(value) for value in w])
+    truth = np.array(w, dtype=float)
     found = correlated.blt(decays=decays, scales=scales)
     np.testing.assert_allclose(found.inverse(n), truth, rtol=1e-9)
     np.testing.assert_allclose(found.strategy(n), [float(x) for x in c], rtol=1e-13)
@@ -103,11 +101,10 @@ def test_json_round_trip(strategy):
         {},
         {"family": "windows", "weights": [1.0]},
         {"family": "window", "weights": [1.0], "decays": [0.5]},
-        {"family": "window", "weights": ["1.0"]},
-        {"family": "window", "weights": {1.0: 1}},
-        {"family": "window", "weights": [math.nan]},
-        {"family": "window", "weights": [0.5]},
-        {"family": "window", "weights": [1.0] * (10**5 + 1)},
+        *(
+            {"family": "window", "weights": weights}
+            for weights in (["1.0"], {1.0: 1}, [math.nan], [0.5], [1.0] * (10**5 + 1))
+        ),
         {"family": "blt", "decays": [0.5], "scales": [0.5, 0.5]},
         {"family": "blt", "decays": [0.5] * 257, "scales": [0.5] * 257},
     ],
@@ -117,53 +114,37 @@ def test_other_data_are_no_strategy(data):
         strategies.from_json("correlation", data)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: correlated.window([]), ValueError, r"weights has shape \(0,\). Expected a list"),
-        (lambda: correlated.window("1"), TypeError, "weights is a str. Expected numbers"),
-        (lambda: correlated.window([1, math.nan]), ValueError, "weights holds a number that is"),
-        (lambda: correlated.window([2, 1]), ValueError, r"weights\[0\]=2.0. Expected 1: divide"),
-        (lambda: correlated.band([0, 1]), ValueError, r"weights\[0\]=0.0. Expected a number > 0"),
-        (lambda: correlated.blt(decays=[1], scales=[1]), ValueError, "decays hold 1.0. Expected"),
-        (lambda: correlated.blt(decays=[0.1], scales=[-1]), ValueError, "scales=-1.0 is out of"),
-        (lambda: correlated.blt(decays=[0.1], scales=[1, 2]), ValueError, "1 decays came with 2"),
-        (lambda: correlated.bisr(bands=0), ValueError, "bands=0 is out of range"),
-        (lambda: correlated.lambda_cgd(1.1), ValueError, "lam=1.1 is not a probability"),
-        (lambda: correlated.identity().strategy(-1), ValueError, "num_steps=-1 is out of range"),
-        (lambda: correlated.identity().mean_error(1.5), TypeError, "num_steps=1.5 is a float"),
-        (lambda: correlated.identity().sensitivity(9, 1, 0), ValueError, "max_participations=0"),
-        (lambda: correlated.workload(4, momentum=1), ValueError, "momentum=1 is out of range"),
+def test_bad_input_is_refused():
+    window, band, blt = correlated.window, correlated.band, correlated.blt
+    one = correlated.identity()
+    refused(lambda: window("1"), TypeError, "weights is a str. Expected numbers")
+    refused(lambda: one.mean_error(1.5), TypeError, "num_steps=1.5 is a float")
+    for call, words in (
+        (lambda: window([]), r"weights has shape \(0,\). Expected a list"),
+        (lambda: window([1, math.nan]), "weights holds a number that is"),
+        (lambda: window([2, 1]), r"weights\[0\]=2.0. Expected 1: divide"),
+        (lambda: band([0, 1]), r"weights\[0\]=0.0. Expected a number > 0"),
+        (lambda: blt(decays=[1], scales=[1]), "decays hold 1.0. Expected"),
+        (lambda: blt(decays=[0.1], scales=[-1]), "scales=-1.0 is out of"),
+        (lambda: blt(decays=[0.1], scales=[1, 2]), "1 decays came with 2"),
+        (lambda: correlated.bisr(bands=0), "bands=0 is out of range"),
+        (lambda: correlated.lambda_cgd(1.1), "lam=1.1 is not a probability"),
+        (lambda: one.strategy(-1), "num_steps=-1 is out of range"),
+        (lambda: one.sensitivity(9, 1, 0), "max_participations=0"),
+        (lambda: correlated.workload(4, momentum=1), "momentum=1 is out of range"),
+        (lambda: one.mean_error(4, [1, 1]), r"shape \(2,\). Expected \(4,\), its first column"),
+        (lambda: one.mean_error(2, np.ones((2, 2))), r"workload has shape \(2, 2\)"),
+        (lambda: one.sensitivity(9, pattern="cyclic"), "unknown. Expected one of fixed, min_sep"),
         (
-            lambda: correlated.identity().mean_error(4, [1, 1]),
-            ValueError,
-            r"workload has shape \(2,\). Expected \(4,\), its first column",
-        ),
-        (
-            lambda: correlated.identity().mean_error(2, np.ones((2, 2))),
-            ValueError,
-            r"workload has shape \(2, 2\)",
-        ),
-        (
-            lambda: correlated.identity().sensitivity(9, pattern="cyclic"),
-            ValueError,
-            "pattern='cyclic' is unknown. Expected one of fixed, min_separation",
-        ),
-        (
-            lambda: correlated.window([1, -2]).strategy(2000),
-            ValueError,
+            lambda: window([1, -2]).strategy(2000),
             r"C of Window\(weights=\(1.0, -2.0\)\) grows past 1e\+100 within 2000 steps",
         ),
         (
-            lambda: correlated.band([1, 3]).mean_error(10**5),
-            ValueError,
+            lambda: band([1, 3]).mean_error(10**5),
             r"C\^-1 of Band\(weights=\(1.0, 3.0\)\) grows past",
         ),
-    ],
-)
-def test_bad_input_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+    ):
+        refused(call, ValueError, words)
 
 
 @each

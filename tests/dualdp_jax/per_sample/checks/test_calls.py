@@ -14,6 +14,7 @@ import dualdp_jax as dpj
 from dualdp_jax.per_sample.checks import calls, identity
 from dualdp_jax.rules import RULES
 from dualdp_jax.rules.estimate import Estimate
+from tests.dualdp_jax.runs import make_plan
 
 RNG = np.random.default_rng(11)
 FAILED = "A spot check failed: "
@@ -33,26 +34,13 @@ def dense(p, x):
     return jnp.sum(jnp.tanh(x @ p["w"]) ** 2)
 
 
-def lookup(p, i):
-    return jnp.sum(jnp.tanh(p["w"][i]) ** 2)
-
-
-def convolution(p, x):
-    return jnp.sum(jnp.tanh(jax.lax.conv(x[None], p["w"], (1, 1), "SAME")) ** 2)
-
-
-MODELS = {
-    "dot_general": (dense, {"w": draw(6, 5)}, draw(4, 3, 6)),
-    "gather": (lookup, {"w": draw(9, 4)}, jnp.asarray(RNG.integers(0, 9, (4, 5)))),
-    "conv_general_dilated": (convolution, {"w": draw(3, 2, 3, 3)}, draw(4, 2, 5, 5)),
-}
-FUNCTIONS = {
-    "per_sample_grads": (dpj.per_sample_grads, "grads"),
-    "per_sample_norms": (dpj.per_sample_norms, "norms"),
-    "clipped_grad_sum": (
-        functools.partial(dpj.clipped_grad_sum, max_grad_norm=0.1),
-        "weighted_sum",
-    ),
+MODEL = dense, {"w": draw(6, 5)}, draw(4, 3, 6)
+clipped = functools.partial(dpj.clipped_grad_sum, max_grad_norm=0.1)
+#: A function of a rule that is wrong, and a call that goes by it.
+WRONG = {
+    "grads": dpj.per_sample_grads,
+    "norms": dpj.per_sample_norms,
+    "weighted_sum": clipped,
 }
 
 
@@ -63,34 +51,28 @@ def too_large(found):
     return 1.005 * found
 
 
-def plant(patch, primitive, field):
-    right = RULES[primitive]
+def plant(patch, field):
+    right = RULES["dot_general"]
     wrong = lambda *arguments: too_large(getattr(right, field)(*arguments))  # noqa: E731
-    patch.setitem(RULES, primitive, right._replace(**{field: wrong}))
+    patch.setitem(RULES, "dot_general", right._replace(**{field: wrong}))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("primitive", MODELS)
-def test_a_wrong_rule_stops_the_call(primitive, name, monkeypatch):
-    loss, params, x = MODELS[primitive]
-    function, field = FUNCTIONS[name]
-    plant(monkeypatch, primitive, field)
-
-    def call(check="first"):
-        return function(loss, params, x, method="book_keeping", check=check)
-
+@pytest.mark.slow
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_rule_stops_the_call(field, monkeypatch):
+    """At every call, unless checks are off."""
+    plant(monkeypatch, field)
     for _ in range(2):
         with pytest.raises(dualdp.ExactnessError, match=f"{FAILED}.*'w'"):
-            call()
-    call("off")
+            WRONG[field](*MODEL, method="book_keeping")
+    WRONG[field](*MODEL, method="book_keeping", check="off")
 
 
-@pytest.mark.parametrize("primitive", MODELS)
-def test_check_looks_once_and_then_jit_is_quiet(primitive, monkeypatch):
-    loss, params, x = MODELS[primitive]
-    options = {"method": "book_keeping", "max_grad_norm": 0.1}
+def test_check_looks_once_and_then_jit_is_quiet(monkeypatch):
+    loss, params, x = MODEL
+    options = {"max_grad_norm": 0.1, "method": "book_keeping"}
     with monkeypatch.context() as patch:
-        plant(patch, primitive, "weighted_sum")
+        plant(patch, "weighted_sum")
         with pytest.raises(dualdp.ExactnessError, match=FAILED):
             dpj.check(loss, params, x, **options)
 
@@ -103,44 +85,14 @@ def test_check_looks_once_and_then_jit_is_quiet(primitive, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         in_jit(jnp.concatenate([x, x]))  # the same kind, which warned before
-    calls.seen.clear()
-    dpj.check(loss, params, x, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        calls.seen.clear()
+        dpj.check(loss, params, x, **options)
         in_jit(x)
-        in_jit(jnp.concatenate([x, x]))
-
-
-@jax.custom_batching.custom_vmap
-def mixed(x):
-    return x
-
-
-@mixed.def_vmap
-def _(axis_size, in_batched, x):
-    return jnp.roll(x, 1, 0), True
-
-
-@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass", "vmap", "loop"])
-def test_rows_that_meet_each_other_are_refused(method):
-    """Each of eight rows gets the gradient of its neighbour, which is as long as its own."""
-    params, x = {"w": draw(6)}, draw(8, 6)
-    x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
-    with pytest.raises(dualdp.ExactnessError, match=FAILED):
-        dpj.clipped_grad_sum(
-            lambda p, x: p["w"] @ mixed(x), params, x, max_grad_norm=0.5, method=method
-        )
-
-
-def by_callback(function):
-    def loss(p, x):
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return p["w"] @ jax.pure_callback(function, like, x, vmap_method="broadcast_all")
-
-    return loss
 
 
 def by_rule(function):
+    """A loss whose function sees all rows of a `vmap`."""
+
     @jax.custom_batching.custom_vmap
     def identity(x):
         return x
@@ -149,60 +101,44 @@ def by_rule(function):
     return lambda p, x: p["w"] @ identity(x)
 
 
-@pytest.mark.parametrize("by", [by_callback, by_rule])
-@pytest.mark.parametrize("before", ["another function", "one row"])
-def test_a_call_before_does_not_hide_rows_that_meet(by, before):
-    """One where they can't meet: of a function of its own, or of a single row."""
+@pytest.mark.parametrize("method", ["auto", pytest.param("loop", marks=pytest.mark.slow)])
+def test_rows_that_meet_each_other_are_refused(method):
+    """Each of eight rows gets the gradient of its neighbour, which is as long as its own.
+
+    Calls before, of a row alone and of another function, do not hide it.
+    """
     params, x = {"w": draw(6)}, draw(8, 6)
-
-    def rolled(x):
-        return (np if isinstance(x, np.ndarray) else jnp).roll(x, 1, 0)
-
-    first = (by(lambda x: x), x) if before == "another function" else (by(rolled), x[:1])
-    dpj.clipped_grad_sum(first[0], params, first[1], max_grad_norm=0.5)
-    with pytest.raises(dualdp.ExactnessError, match=FAILED):
-        dpj.clipped_grad_sum(by(rolled), params, x, max_grad_norm=0.5)
+    x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    mixed = by_rule(lambda x: jnp.roll(x, 1, 0))
+    for loss, rows in ((mixed, x[:1]), (by_rule(lambda x: x), x)):
+        clipped(loss, params, rows, method=method)
+        with pytest.raises(dualdp.ExactnessError, match=FAILED):
+            clipped(mixed, params, x, method=method)
 
 
-def loop_of(x):
-    engine = dpj.PrivacyEngine()
-    loader = engine.make_loader(
-        data=np.asarray(x), num_steps=2, expected_batch_size=2, noise_multiplier=1.0,
-        max_grad_norm=0.1, seed=0, sampler="shuffle", physical_batch_size=2,
-    )  # fmt: skip
-    return engine, next(iter(loader))
+def loop_of(x, rows=2):
+    sizes = {"num_examples": len(x), "expected_batch_size": rows, "physical_batch_size": rows}
+    engine, plan = dpj.PrivacyEngine(), make_plan(sampler="shuffle", max_grad_norm=0.1, **sizes)
+    return engine, next(iter(engine.make_loader(data=np.asarray(x), plan=plan)))
 
 
+@pytest.mark.slow
 def test_auto_goes_by_vmap_where_a_rule_is_wrong(monkeypatch):
     """From the first call on, and the ledger of its loop says so; a named method is refused."""
-    loss, params, x = MODELS["conv_general_dilated"]
-    plant(monkeypatch, "conv_general_dilated", "grads")
-    engine, chunk = loop_of(x)
+    loss, params, x = dense, {"w": draw(60, 40)}, draw(8, 3, 60)
+    plant(monkeypatch, "weighted_sum")
+    engine, chunk = loop_of(x, rows=8)
     expected = dpj.clipped_grad_sum(loss, params, chunk, method="vmap").grads["w"]
     for _ in range(2):
         found = dpj.clipped_grad_sum(loss, params, chunk).grads["w"]
         np.testing.assert_array_equal(found, expected)
     assert engine.ledger.to_json().count("auto went by vmap") == 1
     with pytest.raises(dualdp.ExactnessError, match=FAILED):
-        dpj.clipped_grad_sum(loss, params, chunk, method="materialize")
-
-
-def test_auto_goes_by_vmap_where_a_rule_does_not_support_the_loss(monkeypatch):
-    def refuse(*arguments):
-        raise dualdp.UnsupportedLayerError("No such form. Use method='vmap'.")
-
-    loss, params, x = MODELS["conv_general_dilated"]
-    expected = dpj.per_sample_norms(loss, params, x, method="vmap")
-    rule = RULES["conv_general_dilated"]
-    monkeypatch.setitem(RULES, "conv_general_dilated", rule._replace(norms=refuse))
-    for check in ("off", "first"):
-        np.testing.assert_array_equal(dpj.per_sample_norms(loss, params, x, check=check), expected)
-    with pytest.raises(dualdp.UnsupportedLayerError, match="No such form"):
-        dpj.per_sample_norms(loss, params, x, method="book_keeping")
+        dpj.clipped_grad_sum(loss, params, chunk, method="book_keeping")
 
 
 def test_the_ledger_notes_a_traced_call_that_nobody_looked_at():
-    loss, params, x = MODELS["dot_general"]
+    loss, params, x = MODEL
     engine, chunk = loop_of(x)
     total = lambda: jax.jit(lambda p, c: dpj.clipped_grad_sum(loss, p, c).grads)  # noqa: E731
     with pytest.warns(UserWarning, match="called inside jit, where it has no numbers"):
@@ -217,7 +153,7 @@ def test_the_ledger_notes_a_traced_call_that_nobody_looked_at():
 
 
 def test_check_needs_numbers_and_rows():
-    loss, params, x = MODELS["dot_general"]
+    loss, params, x = MODEL
     with pytest.raises(TypeError, match="check was called inside jit, where there are no numbers"):
         jax.jit(lambda p: dpj.check(loss, p, x))(params)
     with pytest.raises(ValueError, match="The batch has no examples. Expected at least one to"):
@@ -243,6 +179,7 @@ def looked_at(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_kind_is_checked(looked_at):
     params, x = {"w": draw(6, 5)}, draw(8, 3, 6)
     for _ in range(3):
@@ -255,12 +192,10 @@ def test_the_first_call_of_a_kind_is_checked(looked_at):
         lambda: dpj.per_sample_norms(dense, params, x[:, :2]),
         lambda: dpj.per_sample_norms(dense, {"w": draw(6, 4)}, x),
         lambda: dpj.per_sample_norms(dense, params, x, method="vmap"),
-        lambda: dpj.per_sample_norms(dense, params, x, per_parameter=True),
-        lambda: dpj.per_sample_norms(dense, params, x, physical_batch_size=3),
         lambda: dpj.per_sample_norms(lambda p, x: 2 * dense(p, x), params, x),
         lambda: dpj.per_sample_grads(dense, params, x),
-        lambda: dpj.clipped_grad_sum(dense, params, x, max_grad_norm=1.0),
-        lambda: dpj.clipped_grad_sum(dense, params, x, max_grad_norm=1.0, clipping="automatic"),
+        lambda: clipped(dense, params, x, physical_batch_size=3),
+        lambda: clipped(dense, params, x, clipping="automatic"),
     ]
     for count, other in enumerate(others, start=2):
         other()
@@ -269,11 +204,12 @@ def test_the_first_call_of_a_kind_is_checked(looked_at):
         assert len(looked_at) == count
 
 
+@pytest.mark.slow
 def test_each_way_of_auto_is_checked(looked_at):
     """Few rows are differentiated whole, many go by the rules."""
     params, x = {"w": draw(60, 40)}, draw(8, 3, 60)
     for n in (2, 8, 3, 7):
-        dpj.clipped_grad_sum(dense, params, x[:n], max_grad_norm=1.0)
+        clipped(dense, params, x[:n])
     assert len(looked_at) == 2
 
 
@@ -299,11 +235,10 @@ def test_always_and_off(looked_at):
 
 def test_no_example_does_not_use_up_the_first_check(looked_at):
     params, x = {"w": draw(6, 5)}, draw(4, 3, 6)
-    call = functools.partial(dpj.clipped_grad_sum, dense, params, max_grad_norm=1.0)
-    call(x[:0])
-    call(x, mask=np.zeros(4, bool))
+    clipped(dense, params, x[:0])
+    clipped(dense, params, x, mask=np.zeros(4, bool))
     assert not any(looked_at)
-    call(x, mask=np.array([False, True, False, False]))
+    clipped(dense, params, x, mask=np.arange(4) == 1)
     assert looked_at[-1] == [1]
 
 
@@ -319,21 +254,19 @@ def cancelling(p, x):
     return jnp.sin(h) + jnp.cos(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [kinked, cancelling])
 def test_losses_that_amplify_rounding_raise_no_alarm(loss):
-    params, x = {"w": draw(30, 20)}, draw(6, 5, 30)
-    for function, _ in FUNCTIONS.values():
-        function(loss, params, x, method="book_keeping", check="always")
+    clipped(loss, {"w": draw(30, 20)}, draw(6, 5, 30), method="book_keeping", check="always")
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_loss_that_amplifies_rounding_is_seen(monkeypatch):
     """Rounding excuses a difference only if it moves plain autodiff as far."""
-    plant(monkeypatch, "dot_general", "weighted_sum")
+    plant(monkeypatch, "weighted_sum")
     ill = lambda p, x: jnp.sum(jnp.tanh(3e3 * (x @ p["w"]) / 1e3))  # noqa: E731
     with pytest.raises(dualdp.ExactnessError, match=FAILED):
-        dpj.clipped_grad_sum(
-            ill, {"w": draw(6, 5)}, draw(4, 3, 6), max_grad_norm=0.1, method="book_keeping"
-        )
+        clipped(ill, {"w": draw(6, 5)}, draw(4, 3, 6), method="book_keeping")
 
 
 def test_a_loss_that_is_no_function_is_stopped():

@@ -1,210 +1,300 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins beside a loop: inputs, later branches, numbers, second losses, and what is only noted.
+"""Twins beside a loop: mistakes of losses and inputs, right code, numbers, and what is only noted.
 
-known_failures 63, 64, 66 and 71: each fault is planted in the engine and in `record_per_sample`.
+known_failures 54, 63, 66 and 71. Longer right loops are in test_right_loops.py, every loss with
+every mistake in tests/property.
 """
 
 import math
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
-import dualdp_torch as dpt
-from dualdp import ExactnessError
-from dualdp_torch.per_sample.checks.twin import Twins
+from dualdp import ExactnessError, UnsupportedLayerError
 from tests.dualdp_torch.checks import randomise
-from tests.dualdp_torch.loop import build, by_hand, dataset, plan, start
+from tests.dualdp_torch.loop import assert_by_hand, build, dataset, plan, start
+from tests.dualdp_torch.per_sample.loops import (
+    RUNS,
+    Model,
+    engine_loop,
+    linear,
+    once,
+    private,
+    recorded_loop,
+    slow,
+)
 
-N = 12
-
-
-def same_parameters(model, run, steps):
-    """Whether the run ended where DP-SGD by hand ends."""
-    expected = build()[0]
-    by_hand(expected, run, steps)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def engine_loop(loop, model=None, steps=6, **options):
-    """`loop(model, x, y, step)` -> backward, in an engine; the number of steps that were made."""
-    parts = build()
-    if model is not None:
-        parts = model, torch.optim.SGD(model.parameters(), lr=0.5), parts[2]
-    run = plan(num_steps=steps)
-    engine, model, optimizer, loader = start(parts, plan=run, **options)
-    for step, (x, y, _) in enumerate(loader):
-        loop(model, x, y, step)
-        optimizer.step()
-    return engine
+ERRORS = (ValueError, ExactnessError)  # on the first batch, or later
+REFUSED = (
+    "The loss mixes the examples|What one example weighs|but the loss is a|can't be computed for "
+    "one example alone|can't be computed with other rows|Data were read into Python numbers|"
+    "decides by the data|What the model gets for one example"
+)
 
 
-def recorded_loop(loop, model=None, steps=1, **options):
-    """The same in a block of `record_per_sample`."""
-    model = model or build()[0]
+def on(prepare):
+    """A loss of inputs that are prepared."""
+    return lambda m, x, y: F.cross_entropy(m(prepare(x.clone())), y)
+
+
+def of(loss):
+    """A loss of outputs, inputs and targets."""
+    return lambda m, x, y: loss(m(x), x, y)
+
+
+def stepped(loss):
+    return lambda model, x, y, step: loss(model, x, y).backward()
+
+
+def each(o, y):
+    return F.cross_entropy(o, y, reduction="none")
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def shuffled(o):
+    return o[torch.randperm(len(o))]
+
+
+def repeated(o, x, y):
+    """1 for the first row of a class, which each row alone is, 2 for the later ones."""
+    return (each(o, y) * (1 + (y[:, None] == y[None]).tril(-1).any(1).float())).mean()
+
+
+#: Losses in which rows meet, by what lets them.
+MISTAKES = {
+    # (n, 1) against (n,) is (n, n)
+    "mse": of(lambda o, x, y: F.mse_loss(o[:, :1], y.float())),
+    "by hand": of(lambda o, x, y: ((o[:, :1] - y) ** 2).mean()),
+    "poisson": of(lambda o, x, y: F.poisson_nll_loss(o[:, :1], y.float())),
+    "gaussian": of(lambda o, x, y: F.gaussian_nll_loss(o[:, :1], y.float(), torch.ones(len(y)))),
+    # statistics of the batch
+    "centred": of(lambda o, x, y: (o - o.mean(0)).square().mean()),
+    "centred, detached": of(lambda o, x, y: (o - o.detach().mean(0)).square().mean()),
+    "batch norm": of(lambda o, x, y: F.batch_norm(o, None, None, training=True).pow(3).mean()),
+    "largest": of(lambda o, x, y: (o - o.max(0).values).mean()),
+    "root of the mean": of(lambda o, x, y: F.mse_loss(o, torch.zeros_like(o)).sqrt()),
+    # other rows
+    "contrastive": of(lambda o, x, y: F.cross_entropy(o @ o.T, torch.arange(len(y)))),
+    "neighbours": of(lambda o, x, y: (o[1:] - o[:-1]).mean()),
+    "shuffled": of(lambda o, x, y: (o * shuffled(o)).mean()),
+    "scattered": of(lambda o, x, y: o.new_zeros(o.shape).index_add(0, y, o).square().mean()),
+    "viewed": of(lambda o, x, y: o.view(3, -1).log_softmax(1).mean()),
+    "as a kernel": of(
+        lambda o, x, y: F.conv1d(o.T[None].expand(len(o), 3, -1), o[..., None]).mean()
+    ),
+    # weights
+    "by place": of(lambda o, x, y: (each(o, y) * torch.linspace(1, 2, len(y))).mean()),
+    "repeated": of(repeated),
+    "ranked": of(lambda o, x, y: (o * o[:, 0].detach().argsort().argsort()[:, None]).mean()),
+    "advantages": of(lambda o, x, y: (o * ((z := o.detach()) - z.mean()) / z.std()).mean()),
+    "counts of classes": of(lambda o, x, y: (each(o, y) / torch.bincount(y)[y]).mean()),
+    "a token mean": of(lambda o, x, y: (each(o, y) * (y != 1)).sum() / (y != 1).sum()),
+    "a class is ignored": of(lambda o, x, y: F.cross_entropy(o, y, ignore_index=1)),
+    "ignored in the loop": of(lambda o, x, y: F.cross_entropy(o, y.masked_fill_(y == 0, -100))),
+    "a number that was read": of(lambda o, x, y: F.cross_entropy(o, y) * o.square().mean().item()),
+    # inputs
+    "standardised": on(lambda x: (x - x.mean(0)) / x.std(0)),
+    "centred in place": on(lambda x: x.sub_(x.mean(0))),
+    "mixed up": on(lambda x: 0.8 * x + 0.2 * shuffled(x)),
+    "sorted": on(lambda x: x[x[:, 0].argsort()]),
+    "masked by a rank": on(lambda x: x * (x.norm(dim=1) < x.norm(dim=1).median())[:, None]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_rows_that_meet_are_refused(name):
+    torch.manual_seed(2)  # of which no row is mixed with itself
+    with pytest.raises(ValueError, match=REFUSED):
+        engine_loop(stepped(MISTAKES[name]))
+
+
+@pytest.mark.parametrize(
+    "name", ["by hand", "centred, detached", "contrastive", "by place", "repeated"]
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_that_meet_in_a_record_are_refused(reduction, name):
+    def summed(model, x, y, step):
+        (MISTAKES[name](model, x, y) * (len(x) if reduction == "sum" else 1)).backward()
+
+    with pytest.raises(ValueError, match=REFUSED):
+        recorded_loop(summed, reduction=reduction)
+
+
+@pytest.mark.parametrize("mode", ["functorch", "ghost", "loop"])
+def test_rows_that_meet_are_refused_in_every_mode(mode):
+    with pytest.raises(ValueError, match="The loss mixes the examples"):
+        engine_loop(stepped(MISTAKES["centred"]), mode=mode)
+
+
+@pytest.mark.parametrize("call", [torch.Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize(("declared", "used"), [("mean", "sum"), ("sum", "mean")])
+@pytest.mark.parametrize("run", RUNS)
+def test_another_reduction_than_declared_is_refused(run, declared, used, call):
+    def loop(model, x, y, step):
+        call(F.cross_entropy(model(x), y, reduction=used))
+
+    with pytest.raises(ValueError, match=f"'{declared}', but the loss is a {used}"):
+        run(loop, reduction=declared)
+
+
+READ = {
+    "counts of an array": lambda m, x, y: F.cross_entropy(
+        m(x), y, weight=torch.tensor(1.0 / (1 + np.bincount(y.numpy(), minlength=3))).float()
+    ),
+    "the largest of a list": lambda m, x, y: F.cross_entropy(m(x), y) / max(x[:, 0].tolist()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_data_that_come_back_are_refused(name):
+    """On the first batch, or as soon as a second one shows that they are data."""
+    with pytest.raises(ERRORS):
+        engine_loop(stepped(READ[name]), steps=12, checks=1.0)
+
+
+def in_a_mapping(rows):
+    """A batch as tokenizers make it: a mapping that is no dict."""
+    return UserDict(x=torch.stack([r[0] for r in rows]), y=[(torch.stack([r[1] for r in rows]),)])
+
+
+def test_ignored_targets_are_found_in_the_batch():
+    model, optimizer, _ = build()
     x, y, _ = dataset().tensors
-    for step in range(steps):
-        rows = slice(step, step + N)
-        with dpt.record_per_sample(model, loss_reduction="mean", **options) as record:
-            loop(model, x[rows], y[rows], step)
-    return record
-
-
-RUNS = [engine_loop, recorded_loop]
-
-
-# ---------------------------------------------------------------------- alone, and among others
-
-
-def by_place(model, x, y, step):
-    """Found only by the row alone: no other row matters, but how many there are does."""
-    out, weights = model(x), torch.linspace(1, 2, len(y))
-    (F.cross_entropy(out, y, reduction="none") * weights).mean().backward()
-
-
-def first_of_its_class(model, x, y, step):
-    """Found only among others: weight 1 for who is alone, or the first of its class."""
-    out = model(x)
-    later = (y[:, None] == y[None]).tril(-1).any(1).float()
-    (F.cross_entropy(out, y, reduction="none") * (1 + later)).mean().backward()
-
-
-# ---------------------------------------------------------------------- preparation of inputs
+    y = y.clone()
+    y[7] = -100
+    loader = DataLoader(TensorDataset(x, y), batch_size=12, collate_fn=in_a_mapping)
+    _, model, optimizer, loader = start((model, optimizer, loader), plan=plan(), checks=1.0)
+    held = [7 in plan().batch_indices(step) for step in range(6)]
+    assert 0 < sum(held) < 6
+    for step, batch in enumerate(loader):
+        F.cross_entropy(model(batch["x"]), batch["y"][0][0]).backward()
+        if held[step]:
+            break
+        optimizer.step()
+    with pytest.raises(ERRORS, match="ignored targets"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("loop", [by_place, first_of_its_class])
-def test_the_row_alone_and_among_others_find_faults(loop, run):
-    with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
+@pytest.mark.parametrize("position", [0, 1, None])
+def test_every_loss_of_one_backward_is_looked_at(position, run):
+    def loop(model, x, y, step):
+        losses = [F.cross_entropy(out := model(x), y), out.square().mean()]
+        if position is not None:
+            losses[position] = out.std(0).mean()
+        torch.autograd.backward(losses)
+
+    if position is None:
+        run(loop)
+        return
+    with pytest.raises(ValueError, match="The loss mixes the examples"):
         run(loop)
 
 
-def test_a_row_among_others_is_found_by_its_place_too():
-    """Without the row alone: every row of the other batch is a row of this one elsewhere."""
+# ---------------------------------------------------------------------- right code
 
-    def loop(model, x, y, step):
-        out, weights = model(x), torch.linspace(1, 2, len(y))
-        out[1].sum()  # which a batch of one row has not
-        (F.cross_entropy(out, y, reduction="none") * weights).mean().backward()
-
-    with pytest.raises(ValueError, match="mixes the examples"):
-        engine_loop(loop)
-
-
-INPUTS = {
-    "standardised": lambda x: (x - x.mean(0)) / x.std(0),
-    "centred in place": lambda x: x.sub_(x.mean(0)),
-    "scaled by the largest": lambda x: x / x.abs().amax(),
-    "mixed up": lambda x: 0.8 * x + 0.2 * x[torch.randperm(len(x))],
-    "whitened": lambda x: x @ torch.linalg.inv(torch.cov(x.T) + torch.eye(6)),
-    "sorted": lambda x: x[x[:, 0].argsort()],
-    "masked by a rank": lambda x: x * (x.norm(dim=1) < x.norm(dim=1).median())[:, None],
-}
-
-
-@pytest.mark.parametrize("prepare", [pytest.param(f, id=n) for n, f in INPUTS.items()])
-def test_inputs_that_are_prepared_from_the_batch_are_refused(prepare):
-    torch.manual_seed(2)  # of which no row is mixed with itself
-
-    def loop(model, x, y, step):
-        F.cross_entropy(model(prepare(x.clone())), y).backward()
-
-    with pytest.raises(ValueError, match="What the model gets for one example|mixes the examples"):
-        engine_loop(loop)
-
-
-OWN = {
-    "scaled": lambda x: x / 255,
-    "in place": lambda x: x.sub_(0.5).div_(2.0),
-    "its own mean": lambda x: x - x.mean(1, keepdim=True),
-    "noise": lambda x: x + 0.1 * torch.randn_like(x),
-    "noise of a generator": lambda x: (
-        x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+TEACHER = nn.Linear(6, 3)
+#: What is each row's own, or public.
+RIGHT = {
+    "in place": on(lambda x: x.sub_(0.5).div_(2.0)),
+    "noise": on(lambda x: x + 0.1 * torch.randn_like(x)),
+    "dropped": on(lambda x: F.dropout(x, 0.3)),
+    "its own mean": on(lambda x: x - x.mean(1, keepdim=True)),
+    "noise of a generator": on(
+        lambda x: x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
     ),
-    "dropped": lambda x: F.dropout(x, 0.3),
-    "flipped at random": lambda x: torch.where(torch.rand(len(x), 1) < 0.5, x, x.flip(1)),
-    "public numbers": lambda x: (x - torch.arange(6.0)) / torch.tensor([1.0, 2, 3, 4, 5, 6]),
-    "a copy": lambda x: x.to(torch.float64).to("cpu").float().contiguous(),
+    "flipped at random": on(lambda x: torch.where(torch.rand(len(x), 1) < 0.5, x, x.flip(1))),
+    "public numbers": on(lambda x: (x - torch.arange(6.0)) / torch.arange(1.0, 7.0)),
+    "a copy": on(lambda x: x.to(torch.float64).to("cpu").float().contiguous()),
+    "lists for the log": of(lambda o, x, y: (len(y.tolist()) and each(o, y)).mean()),
+    "numbers from NumPy": of(
+        lambda o, x, y: (each(o, y) * torch.from_numpy(np.ones(3))[y]).mean() * np.float32(0.5)
+    ),
+    "a teacher": of(lambda o, x, y: (o - TEACHER(x).detach()).square().sum(1).mean()),
+    "written after a count": of(
+        lambda o, x, y: (
+            (each(o, y) * torch.ones(len(y)).mul_(2 * len(y)).div_(len(y))).sum() / len(y)
+        )
+    ),
+    "as many classes as rows": of(
+        lambda o, x, y: F.mse_loss(F.pad(o, (0, 9)), F.one_hot(y, 12).float()) / 12
+    ),
+    "a class that is absent": of(lambda o, x, y: F.cross_entropy(o, y, ignore_index=-5)),
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("prepare", [pytest.param(f, id=n) for n, f in OWN.items()])
-def test_inputs_that_are_prepared_one_by_one_pass(prepare, run):
-    def loop(model, x, y, step):
-        F.cross_entropy(model(prepare(x.clone())), y).backward()
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_each_rows_own_passes(name):
+    engine_loop(stepped(RIGHT[name]), checks=1.0)
+    recorded_loop(stepped(RIGHT[name]))
 
-    run(loop)
+
+def test_a_number_of_examples_is_told_from_an_equal_constant():
+    """Declared a sum: over a constant it is one, over the number of examples it is not."""
+    sizes = [len(plan().batch_indices(step)) for step in range(6)]
+    constant = next(n for n in sizes if n != sizes[0])
+
+    def over(number):
+        return lambda model, x, y, step: (
+            F.cross_entropy(model(x), y, reduction="sum") / number(x)
+        ).backward()
+
+    engine_loop(over(lambda x: constant), reduction="sum")
+    with pytest.raises(ERRORS, match="'sum', but the loss is a mean"):
+        engine_loop(over(len), reduction="sum")
+    engine_loop(over(len))
+
+
+@pytest.mark.parametrize("seed", [1, *slow(2)])
+def test_a_table_of_as_many_numbers_as_rows_is_a_table(seed):
+    """Its 1 / n is read as a count by no twin, and refutes none."""
+
+    def weighted(model, x, y, step):
+        model.zero_grad()
+        (torch.tensor([0.25, 0.5, 0.75, 1.0])[y] * each(model(x), y)).mean().backward()
+
+    engine_loop(weighted, steps=20, checks=1.0, expected_batch_size=4, seed=seed)
 
 
 # ---------------------------------------------------------------------- later, or by chance (66)
 
 
-class Switched(nn.Module):
-    """A criterion with an attribute."""
-
-    weight = 0.0
-
-    def forward(self, out, y):
-        loss = F.cross_entropy(out, y)
-        return loss + self.weight * (out.std(0).sum() if self.weight else 0.0)
+def grown(step):
+    """A weight that grows from zero."""
+    return max(0.0, 0.1 * (step - 3))
 
 
-def test_another_loss_is_checked_on_the_step_where_it_comes():
-    criterion = Switched()
-
-    def loop(model, x, y, step):
-        criterion.weight = 0.1 * (step > 3)
-        criterion(model(x), y).backward()
-
-    with pytest.raises(ExactnessError, match="The loss mixes the examples"):
-        engine_loop(loop, checks=1.0)
+def by_chance(model, x, y, step):
+    if torch.rand(1) < 0.3:
+        x = 0.5 * (x + x.flip(0))
+    F.cross_entropy(model(x), y).backward()
 
 
-def test_a_weight_that_grows_from_zero_is_checked_when_it_does():
-    def loop(model, x, y, step):
-        out = model(x)
-        spread = (out - out.mean(0)).square().mean()
-        (F.cross_entropy(out, y) + max(0.0, 0.1 * (step - 3)) * spread).backward()
+LATER = {
+    "another loss": lambda m, x, y, step: (
+        F.cross_entropy(o := m(x), y) + (o.std(0).sum() if step > 3 else 0.0)
+    ).backward(),
+    "a weight that grows": lambda m, x, y, step: (
+        F.cross_entropy(o := m(x), y) + grown(step) * (o - o.mean(0)).square().mean()
+    ).backward(),
+    "by chance": by_chance,
+}
 
-    with pytest.raises(ExactnessError, match="The loss mixes the examples"):
-        engine_loop(loop, checks=1.0)
 
-
-def test_mixing_by_chance_is_refused_when_it_happens():
+@pytest.mark.parametrize("name", LATER)
+def test_what_comes_later_is_refused_when_it_comes(name):
     torch.manual_seed(1)
-
-    def loop(model, x, y, step):
-        if torch.rand(1) < 0.3:
-            x = 0.5 * (x + x.flip(0))
-        F.cross_entropy(model(x), y).backward()
-
-    with pytest.raises((ValueError, ExactnessError), match="What the model gets for one example"):
-        engine_loop(loop, steps=12, checks=1.0)
-
-
-def reduced(out, y, how="mean"):
-    return F.cross_entropy(out, y, reduction=how)
-
-
-def test_a_loss_of_the_same_code_with_another_default_is_another_loss():
-    calls = []
-
-    def loop(model, x, y, step):
-        if step == 3:
-            reduced.__defaults__ = ("sum",)
-        calls.append(step)
-        reduced(model(x), y).backward()
-
-    try:
-        with pytest.raises(ExactnessError, match="'mean', but the loss is a sum"):
-            engine_loop(loop, checks=1.0)
-    finally:
-        reduced.__defaults__ = ("mean",)
-    assert calls == [0, 1, 2, 3]
+    with pytest.raises(ERRORS, match="The loss mixes the examples|What the model gets for one"):
+        engine_loop(LATER[name], steps=12, checks=1.0)
 
 
 def turning(engine, model, optimizer, loader):
@@ -218,16 +308,10 @@ def turning(engine, model, optimizer, loader):
     return engine
 
 
-def test_known_code_that_turns_wrong_is_found_at_the_steps_that_are_drawn():
-    with pytest.raises(ExactnessError, match="A spot check failed: The loss mixes the examples"):
-        turning(*start(plan=plan(num_steps=130), checks=1 / 10))
-    engine = turning(*start(plan=plan(num_steps=60), checks=0))  # nobody looks
-    assert len(engine.ledger) == 60
-
-
-def test_a_failed_check_is_on_record():
-    engine, *parts = start(plan=plan(num_steps=60), checks=1 / 4)
-    with pytest.raises(ExactnessError) as found:
+def test_a_failed_check_of_known_code_is_on_record():
+    """Found at the steps that are drawn, and by nobody where none is."""
+    engine, *parts = private(num_steps=60, checks=1 / 4)
+    with pytest.raises(ExactnessError, match="A spot check failed: The loss mixes") as found:
         turning(engine, *parts)
     step = len(engine.ledger)  # the step itself was not recorded
     assert 20 < step <= 28
@@ -237,200 +321,177 @@ def test_a_failed_check_is_on_record():
         engine.get_epsilon(delta=1e-5)
     assert engine.get_epsilon(delta=1e-5, accept_unverified=True) > 0
     assert "e" in found.value.relative_error
+    assert len(turning(*private(num_steps=60, checks=0)).ledger) == 60
+
+
+def test_after_a_refused_loss_the_step_begins_again():
+    engine, model, optimizer, loader = private(checks=1.0)
+    for step, (x, y, _) in enumerate(loader):
+        if step == 2:
+            F.mse_loss(model(x), torch.zeros(len(x), 3)).sqrt().backward()
+            with pytest.raises(ExactnessError, match="The loss mixes the examples"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="No forward was recorded"):
+                optimizer.step()
+        once(model, optimizer, x, y)
+    assert len(engine.ledger) == 6
+    assert_by_hand(model, plan())
 
 
 # ---------------------------------------------------------------------- second losses (63, 64)
 
 
-class ActorCritic(nn.Module):
+def actor_critic():
     """Two parts that share nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.actor, self.critic = nn.Linear(6, 3), nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.actor(x), self.critic(x)[:, 0]
-
-
-def two_losses(of_critic):
-    def loop(model, x, y, step):
-        policy, value = model(x)
-        F.cross_entropy(policy, y).backward()
-        of_critic(value, y.float()).backward()
-
-    return loop
+    return Model(lambda m, x: (m.actor(x), m.critic(x)[:, 0]), actor=linear(), critic=linear(1))
 
 
 SECOND = {
     "normalised": lambda v, t: (v - v.mean()).square().mean(),
     "a sum": lambda v, t: F.mse_loss(v, t, reduction="sum"),
     "advantages": lambda v, t: (((t - v.detach()) - (t - v.detach()).mean()) * v).mean(),
+    "right": F.mse_loss,
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("of_critic", [pytest.param(f, id=n) for n, f in SECOND.items()])
-def test_a_second_backward_over_another_part_is_looked_at(of_critic, run):
-    match = "The loss mixes the examples|What one example weighs|'mean', but the loss is a sum"
-    with pytest.raises(ValueError, match=match):
-        run(two_losses(of_critic), randomise(ActorCritic()))
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_backward_over_another_part_is_looked_at(name, run):
+    def loop(model, x, y, step):
+        policy, value = model(x)
+        F.cross_entropy(policy, y).backward()
+        SECOND[name](value, y.float()).backward()
+
+    if name == "right":
+        run(loop, actor_critic())
+        return
+    with pytest.raises(ValueError, match=REFUSED):
+        run(loop, actor_critic())
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_two_right_losses_of_two_parts_pass(run):
-    run(two_losses(F.mse_loss), randomise(ActorCritic()))
+def balanced(self, x):
+    """Keeps a statistic of the batch on the model."""
+    shares = self.gate(x).softmax(1)
+    self.balance = shares.detach().mean(0).square().sum()
+    return self.head(x) * shares.sum(1, keepdim=True)
 
 
-class Balanced(nn.Module):
-    """Keeps a statistic of the batch on itself."""
+def test_a_statistic_that_the_model_keeps_is_refused_later():
+    def loop(model, x, y, step):
+        (F.cross_entropy(model(x), y) * model.balance).backward()
+
+    with pytest.raises(ERRORS, match="What one example|mixes the examples"):
+        engine_loop(loop, Model(balanced, gate=linear(4), head=linear()))
+
+
+# ---------------------------------------------------------------------- beside the arguments
+
+SEEN = {}
+
+
+class Standardised(nn.Module):
+    """Reads a mean that the loop may set in many places."""
 
     def __init__(self):
         super().__init__()
-        self.gate, self.head, self.balance = nn.Linear(6, 4), nn.Linear(6, 3), None
+        self.first, self.second, self.mean, self.held = linear(5), nn.Linear(5, 3), None, {}
+        self.register_buffer("shift", torch.zeros(6))
 
     def forward(self, x):
-        shares = self.gate(x).softmax(1)
-        self.balance = shares.detach().mean(0).square().sum()
-        return self.head(x) * shares.sum(1, keepdim=True)
+        mean = self.held.get("mean", SEEN.get("mean", self.mean))
+        return self.second(torch.tanh(self.first(x - (self.shift if mean is None else mean))))
 
 
-# ---------------------------------------------------------------------- numbers
+def write_parameter(model, x):
+    with torch.no_grad():
+        model.first.bias.add_(x.mean(), alpha=0.1)
 
 
-def test_a_number_of_examples_is_told_from_a_constant_that_happens_to_be_equal():
-    """Declared a sum: over a constant it is one, over the number of examples it is not."""
-    sizes = [len(plan().batch_indices(step)) for step in range(6)]
-    constant = next(n for n in sizes if n != sizes[0])
-
-    def over_a_constant(model, x, y, step):
-        (F.cross_entropy(model(x), y, reduction="sum") / constant).backward()
-
-    engine_loop(over_a_constant, loss_reduction="sum")
-
-    def over_n(model, x, y, step):
-        (F.cross_entropy(model(x), y, reduction="sum") / len(x)).backward()
-
-    with pytest.raises((ValueError, ExactnessError), match="'sum', but the loss is a mean"):
-        engine_loop(over_n, loss_reduction="sum")
-    engine_loop(over_n)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_table_of_as_many_numbers_as_rows_is_a_table(seed):
-    """Its 1 / n is read as a count by no twin, and refutes none."""
-
-    def weighted(model, x, y, step):
-        weight = torch.tensor([0.25, 0.5, 0.75, 1.0])[y]
-        (weight * F.cross_entropy(model(x), y, reduction="none")).mean().backward()
-
-    run = plan(num_steps=20, expected_batch_size=4, seed=seed)
-    engine, model, optimizer, loader = start(plan=run, checks=1.0)
-    for step, (x, y, _) in enumerate(loader):
-        weighted(model, x, y, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(engine.ledger) == 20
+#: Name -> what the loop does with model and batch before the forward.
+BESIDE = {
+    "attribute": lambda m, x: setattr(m, "mean", x.mean(0)),
+    "buffer": lambda m, x: setattr(m, "shift", x.median(0).values),
+    "written buffer": lambda m, x: m.shift.copy_(x.mean(0)),
+    "written part": lambda m, x: m.shift[:3].add_(x.mean(0)[:3]),
+    "written view": lambda m, x: m.shift.view(2, 3)[0].copy_(x.mean(0)[:3]),
+    "dict": lambda m, x: m.held.update(mean=x.mean(0)),
+    "elsewhere": lambda m, x: SEEN.update(mean=x.mean(0)),
+    "parameter": write_parameter,
+}
+#: What is prepared row by row, public, or only logged.
+HARMLESS = {
+    "fixed": lambda m, x: setattr(m, "mean", torch.full((6,), 0.5) * 2),
+    "written rows": lambda m, x: x.mul_(2),
+    "logged": lambda m, x: SEEN.update(of_the_batch=(x.mean(), x.std().item())),
+}
 
 
-@pytest.mark.parametrize("is_swapped", [False, True])
-def test_inputs_that_get_a_gradient_are_followed(is_swapped):
-    """Adversarial rows, without a pause: zero_grad() drops their forward."""
-    engine, model, optimizer, loader = start(plan=plan(), checks=1.0)
-    x, y, _ = next(iter(loader))
-    (slope,) = torch.autograd.grad(F.cross_entropy(model(x.requires_grad_()), y), x)
-    loss = F.cross_entropy(model((x + 0.1 * slope.sign()).detach()), y.flip(0) if is_swapped else y)
-    optimizer.zero_grad()
-    loss.backward()
-    if is_swapped:
-        with pytest.raises(ValueError, match="mixes the examples"):
-            optimizer.step()
-    else:
-        optimizer.step()
-    assert "check_impossible" not in engine.ledger.to_json()
-
-
-def test_a_schedule_is_no_data():
-    """A number that changes at every step is checked when it begins to, and then known."""
+def run_beside(prepare, mode):
+    SEEN.clear()
 
     def loop(model, x, y, step):
-        out = model(x)
-        (F.cross_entropy(out, y) + 0.01 * math.sqrt(step) * out.square().mean()).backward()
+        prepare(model, x)
+        F.cross_entropy(model(x), y).backward()
 
-    engine_loop(loop)
+    engine_loop(loop, randomise(Standardised()), mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((n, "auto") for n in BESIDE), ("attribute", "functorch"), ("dict", "loop")]
+)
+def test_what_is_made_of_the_batch_is_an_argument_of_the_model(name, mode):
+    """A spot check of one example alone would see the same statistic of the batch."""
+    errors = ValueError, UnsupportedLayerError
+    with pytest.raises(errors, match="What the model gets for one example"):
+        run_beside(BESIDE[name], mode)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_the_loop_prepares_row_by_row_or_only_logs_passes(name):
+    run_beside(HARMLESS[name], "auto")
 
 
 # ---------------------------------------------------------------------- the record itself
 
 
-def test_a_batch_that_was_all_that_was_wanted_of_a_loader_is_looked_at():
-    _, model, optimizer, loader = start(plan=plan())
+def test_a_weight_that_backward_is_given_belongs_to_the_loss():
+
+    def weighted(weight):
+        return recorded_loop(
+            lambda m, x, y, step: F.cross_entropy(m(x), y).backward(torch.tensor(weight))
+        )
+
+    torch.testing.assert_close(weighted(3.0).norms(), 3 * weighted(1.0).norms())
+
+
+def test_the_only_batch_of_a_loader_is_looked_at():
+    _, model, optimizer, loader = private()
     x, y, _ = next(iter(loader))
     assert not torch.overrides._get_current_function_mode_stack()
     F.cross_entropy(model(x), y, reduction="sum").backward()
     with pytest.raises(ValueError, match="'mean', but the loss is a sum"):
         optimizer.step()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
-def test_long_work_between_batches_leaves_no_trace():
-    """An evaluation in the middle: what it made is gone, so nothing of it is kept."""
-    _, model, optimizer, loader = start(plan=plan(num_steps=1))
-    for x, y, _ in loader:
-        for k in range(600):
-            (torch.full((50,), float(k)) * 2 + 1).sum()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    same_parameters(model, plan(num_steps=1), 1)
+    once(model, optimizer, x, y)
 
 
 def test_twins_change_no_tensor_of_the_loop():
-    centre = torch.zeros(3)
+    centre, kept, norm = torch.zeros(3), [], nn.BatchNorm1d(6)
 
     def loop(model, x, y, step):
         out = model(x)
         centre.add_(out.detach()[0] * 0)
         (F.cross_entropy(out, y) + (out - centre).square().mean()).backward()
 
-    def other(model, x, y, step):
+    def beside(model, x, y, step):
         F.cross_entropy(model(x), y).backward()
-        kept.append(y + 1)
+        norm(x)
+        kept.append(x.mean(0))
         y.zero_()
 
-    def beside(model, x, y, step):
-        loss = F.cross_entropy(model(x), y)
-        teacher(x)
-        kept.append(x.mean(0))
-        loss.backward()
-
-    kept, teacher = [], nn.BatchNorm1d(6)
-    engine_loop(beside, steps=1)
-    torch.testing.assert_close(teacher.running_mean, 0.1 * kept.pop())
     engine_loop(loop, checks=1.0)
     assert not centre.any()
-    engine_loop(other, steps=2)
-    assert all(batch.any() for batch in kept)
-
-
-def test_a_mode_of_the_users_stays_where_it_is():
-    class Counting(torch.overrides.TorchFunctionMode):
-        seen = 0
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            Counting.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    _, model, optimizer, loader = start(plan=plan(), checks=1.0)
-    for x, y, _ in loader:
-        with Counting():
-            before = Counting.seen
-            F.cross_entropy(model(x), y).backward()
-            stack = torch.overrides._get_current_function_mode_stack()
-            assert [type(mode) for mode in stack] == [Twins, Counting]
-            assert Counting.seen > before
-        optimizer.step()
-        assert not torch.overrides._get_current_function_mode_stack()
+    engine_loop(beside, steps=1)
+    torch.testing.assert_close(norm.running_mean, 0.1 * kept.pop())
 
 
 def test_steps_without_a_check_have_no_mode():
@@ -449,24 +510,6 @@ def test_steps_without_a_check_have_no_mode():
 # ---------------------------------------------------------------------- notes
 
 
-def numbers_of_the_data(model, x, y, step):
-    out = model(x)
-    weight = math.sqrt(out.square().mean().item())
-    (F.cross_entropy(out, y) * weight).backward()
-
-
-def a_branch(model, x, y, step):
-    loss = F.cross_entropy(model(x), y)
-    if (y == 0).sum() > 3:
-        loss = loss * 2
-    loss.backward()
-
-
-def through_numpy(model, x, y, step):
-    x = torch.from_numpy(x.numpy() - x.numpy().mean(0))
-    F.cross_entropy(model(x), y).backward()
-
-
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z):
@@ -477,50 +520,25 @@ class Own(torch.autograd.Function):
         return grad
 
 
-def a_function_of_its_own(model, x, y, step):
-    F.cross_entropy(Own.apply(model(x)), y).backward()
+def a_branch(o, x, y):
+    return F.cross_entropy(o, y) * (2 if (y == 0).sum() > 3 else 1)
 
 
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        (numbers_of_the_data, "changes from batch to batch after data were read"),
-        (a_branch, "decides by data of the batch"),
-        (through_numpy, "went through NumPy"),
-        (a_function_of_its_own, "could not be followed through the loop"),
-    ],
-)
-def test_what_a_twin_can_not_follow_is_noted_once_and_stops_nothing(loop, words):
-    engine = engine_loop(loop, steps=12, checks=1.0)
-    assert len(engine.ledger) == 12
+NOTES = {
+    "changes from batch to batch after data were read": of(
+        lambda o, x, y: F.cross_entropy(o, y) * math.sqrt(o.square().mean().item())
+    ),
+    "decides by data of the batch": of(a_branch),
+    "went through NumPy": on(lambda x: torch.from_numpy(x.numpy() - x.numpy().mean(0))),
+    "could not be followed through the loop": of(lambda o, x, y: F.cross_entropy(Own.apply(o), y)),
+}
+
+
+@pytest.mark.parametrize("words", NOTES)
+def test_what_a_twin_can_not_follow_is_noted_once(words):
+    engine = engine_loop(stepped(NOTES[words]), steps=12, checks=1.0)
     assert engine.get_epsilon(delta=1e-5) > 0
     assert engine.ledger.to_json().count(words) == 1
-
-
-def test_a_number_that_was_read_is_followed_where_it_comes_again():
-    def loop(model, x, y, step):
-        out = model(x)
-        (F.cross_entropy(out, y) * out.detach().abs().max().item()).backward()
-
-    with pytest.raises(ValueError, match="What one example weighs"):
-        engine_loop(loop)
-
-
-def test_a_number_equal_to_a_logged_one_by_chance_is_none():
-    def loop(model, x, y, step):
-        out = model(x)
-        (out.argmax(1) == out.argmax(1)).float().mean().mul(0.5).item()  # always 0.5
-        (0.5 * F.cross_entropy(out, y)).backward()
-
-    assert len(engine_loop(loop, steps=12, checks=1.0).ledger) == 12
-
-
-def test_a_statistic_that_the_model_keeps_is_refused_on_the_next_batch():
-    def loop(model, x, y, step):
-        (F.cross_entropy(model(x), y) * model.balance).backward()
-
-    with pytest.raises((ValueError, ExactnessError), match="What one example|mixes the examples"):
-        engine_loop(loop, randomise(Balanced()))
 
 
 # ---------------------------------------------------------------------- lists of rows
@@ -530,14 +548,9 @@ def zipped(items):
     return tuple(zip(*items, strict=True))
 
 
-def named(items):
-    return {"x": [item[0] for item in items], "y": [item[1] for item in items]}
-
-
 FORMS = {
     "tuples": (zipped, lambda batch: (batch[0], batch[1])),
-    "lists by name": (named, lambda batch: (batch["x"], batch["y"])),
-    "items": (list, lambda batch: ([item[0] for item in batch], [item[1] for item in batch])),
+    "items": (list, lambda batch: zipped([item[:2] for item in batch])),
 }
 
 
@@ -545,82 +558,36 @@ def of_lists(form, prepare):
     """Train on batches that are lists of rows, which the loop prepares and stacks."""
     collate, fields = FORMS[form]
     model, optimizer, _ = build()
-    loader = torch.utils.data.DataLoader(dataset(), batch_size=N, collate_fn=collate)
-    engine, model, optimizer, loader = start(
-        (model, optimizer, loader), plan=plan(num_steps=4), checks=1.0
-    )
+    loader = DataLoader(dataset(), batch_size=12, collate_fn=collate)
+    parts = model, optimizer, loader
+    engine, model, optimizer, loader = start(parts, plan=plan(num_steps=4), checks=1.0)
     for batch in loader:
         rows, labels = fields(batch)
-        x, y = torch.stack(list(prepare(rows))), torch.stack(list(labels))
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return engine
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_lists_of_rows_are_rows(form):
-    """As the collate functions of detection and segmentation yield them."""
-    engine = of_lists(form, lambda rows: [row.clamp(-2, 2) / 2 for row in rows])
+        once(model, optimizer, torch.stack(list(prepare(rows))), torch.stack(list(labels)))
     assert len(engine.ledger) == 4
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_lists_of_rows_that_meet_are_refused(form):
+def test_lists_of_rows_are_rows_that_may_not_meet(form):
+    """As the collate functions of detection and segmentation yield them."""
+    of_lists(form, lambda rows: [row.clamp(-2, 2) / 2 for row in rows])
     with pytest.raises(ValueError, match="What the model gets for one example"):
         of_lists(form, lambda rows: [row - torch.stack(list(rows)).mean(0) for row in rows])
-
-
-# ---------------------------------------------------------------------- joined rows
-
-
-def test_rows_that_are_joined_are_a_note():
-    """Targets of CTC are one tensor of all rows, of which no row alone can be taken."""
-    items = [(torch.randn(9, 5), torch.randint(1, 4, (2,))) for _ in range(40)]
-
-    def collate(items):
-        lengths = torch.tensor([len(item[1]) for item in items])
-        return torch.stack([item[0] for item in items]), torch.cat([y for _, y in items]), lengths
-
-    model = nn.Linear(5, 4)
-    loader = torch.utils.data.DataLoader(items, batch_size=N, collate_fn=collate)
-    parts = model, torch.optim.SGD(model.parameters(), lr=0.5), loader
-    run = plan(num_examples=40, num_steps=4)
-    engine, model, optimizer, loader = start(parts, plan=run, checks=1.0)
-    for x, y, lengths in loader:
-        scores = model(x).log_softmax(2).transpose(0, 1)
-        sizes = torch.full((len(x),), 9)
-        (F.ctc_loss(scores, y, sizes, lengths, reduction="sum") / len(x)).backward()
-        optimizer.step()
-    assert len(engine.ledger) == 4
-    assert "could not be followed" in engine.ledger.to_json()
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
-def in_a_checkpoint(model, x, y, step):
-    checkpoint(F.cross_entropy, model(x), y, use_reentrant=False).backward()
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_loss_in_a_checkpoint_is_followed(run):
+def test_a_loss_in_a_checkpoint_is_followed():
     """A checkpoint counts what its functions save, and those of the twins are none of its own."""
-    made = run(in_a_checkpoint)
-    if run is engine_loop:
-        assert "could not be followed" not in made.ledger.to_json()
-    else:
-        assert made.norms().isfinite().all()
 
+    def loss_in(criterion):
+        return stepped(lambda m, x, y: checkpoint(criterion, m(x), y, use_reentrant=False))
 
-def test_a_checkpointed_loss_that_mixes_is_refused():
-    def loop(model, x, y, step):
-        def mixed(out, y):
-            return F.cross_entropy(out - out.mean(0), y)
-
-        checkpoint(mixed, model(x), y, use_reentrant=False).backward()
-
+    assert "could not" not in engine_loop(loss_in(F.cross_entropy)).ledger.to_json()
+    recorded_loop(loss_in(F.cross_entropy))
     with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
-        engine_loop(loop)
+        engine_loop(loss_in(lambda o, y: F.cross_entropy(o - o.mean(0), y)))
 
 
 # ---------------------------------------------------------------------- several private models
