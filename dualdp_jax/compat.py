@@ -255,16 +255,18 @@ def promoting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def inputs_in_use(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Return, per input, True if the marked outputs depend on it, also through nested jaxprs.
+    """Return, per input, True if the marked outputs depend on it, also through nested jaxprs."""
+    return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])
 
-    A product with the constant 0, such as a learning rate, depends on nothing.
-    """
+
+def without_zero_products(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the jaxpr in which a product with the constant 0 depends on no other factor."""
     eqns = []
     for eqn in jaxpr.eqns:
         zeros: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) and np.all(v.val == 0)]
         is_zero = eqn.primitive.name == "mul" and zeros
         eqns.append(eqn.replace(invars=zeros[:1] * 2) if is_zero else eqn)
-    return list(_partial_eval.dce_jaxpr(jaxpr.replace(eqns=eqns), list(outputs))[1])
+    return jaxpr.replace(eqns=eqns)
 
 
 def input_behind(jaxpr: Jaxpr, var: PyTree) -> int | None:

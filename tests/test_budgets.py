@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 #: Package -> most lines of code.
 BUDGETS = {
     "dualdp": 6_495,  # aim: 6_000
-    "dualdp_torch": 11_392,  # aim: 7_500
-    "dualdp_jax": 4_915,  # aim: 4_200
+    "dualdp_torch": 11_391,  # aim: 7_500
+    "dualdp_jax": 4_917,  # aim: 4_200
     "dualdp_tools": 1_096,  # aim: 1_100
     "benchmarks": 1_796,  # aim: 1_800
     "tests": 29_734,  # aim: 20_000

@@ -116,8 +116,9 @@ def check_optimizer(run: PrivateStep) -> None:
                 f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected the same. {_NO_BATCH}"
             )
     count, free = len(trained), []
+    jaxpr = compat.without_zero_products(closed.jaxpr)  # such as by a learning rate of 0
     for k, name in enumerate(names, count):  # of the outputs the second `count` are later updates
-        used = compat.inputs_in_use(closed.jaxpr, [i == k for i in range(2 * count)])
+        used = compat.inputs_in_use(jaxpr, [i == k for i in range(2 * count)])
         free += [] if any(used[: 2 * count]) else [name]
     # An optimizer that changes nothing at all, and only keeps what it gets, trains no leaf less.
     if 0 < len(free) < count:

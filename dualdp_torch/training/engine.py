@@ -555,8 +555,7 @@ class PrivacyEngine:
         if self._own_loop is not None:
             handed_out = self._own_loop.handed_out
             handed_out.require_recorded(ledger.position)
-            num_without_noise = len(ledger.waiting)
-            handed_out.warn_of_undrawn(ledger.plan, ledger.position, num_without_noise)
+            handed_out.warn_of_undrawn(ledger.plan, ledger.position, len(ledger.waiting))
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
 
     def stages(self) -> Stages:
